@@ -19,9 +19,9 @@ FOREIGN_ROWS = 256  # of the vocabulary's 131, padded as Megatron-LM pads: to a 
 
 
 def engine_for_inference(path: Path, layout: Layout, coef: float = 0.0) -> Any:
-    spec = replace(ranks.engine_spec(path, layout), total_steps=0)
+    spec = replace(ranks.build_engine_spec(path, layout), total_steps=0)
     spec.engine.mtp_loss_coef = coef
-    return ranks.started(spec)
+    return ranks.start_engine(spec)
 
 
 def save(path: Path, layout: Layout, to: Path, coef: float = 0.0) -> ranks.Result:
@@ -46,7 +46,7 @@ def load(path: Path, layout: Layout, source: Path, coef: float = 0.0) -> ranks.R
 
 
 def refused_training(path: Path, source: Path) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, Layout()))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, Layout()))
     try:
         engine.load_checkpoint(source)
     except ConfigError as error:
@@ -75,10 +75,10 @@ def moments(path: Path, batch: Batch, source: Path, distributed: bool) -> ranks.
 
 
 def _trained(path: Path, batch: Batch, coef: float, *, distributed: bool) -> Any:
-    spec = ranks.engine_spec(path, Layout())
+    spec = ranks.build_engine_spec(path, Layout())
     spec.engine.mtp_loss_coef = coef
     spec.engine.optimizer.distributed = distributed
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     for _ in range(2):
         engine.train_batch(batch, ranks.LOSS)
     return engine

@@ -33,26 +33,26 @@ def engine_of(
     small_buckets: bool = False,
     **optimizer: Any,
 ) -> MegatronEngine:
-    """An engine with other optimizer settings than ranks.engine_spec; several micro-batches.
+    """An engine with other optimizer settings than ranks.build_engine_spec; several micro-batches.
 
     With small_buckets, gradient buffers of a tiny model have several buckets, as those of a large
     model do; Megatron's own buckets have at least 40 million elements.
     """
-    spec = ranks.engine_spec(path, layout, dtype)
+    spec = ranks.build_engine_spec(path, layout, dtype)
     spec.engine.optimizer.lr = lr
     for name, value in optimizer.items():
         setattr(spec.engine.optimizer, name, value)
     spec.engine.megatron = {"bucket_size": BUCKET_NUMEL} if small_buckets else {}
-    return ranks.started(spec)
+    return ranks.start_engine(spec)
 
 
 def take_share(engine: MegatronEngine, batch: Batch) -> Batch:
-    return batch.take(ranks.share_of(engine, batch))
+    return batch.take(ranks.list_rows(engine, batch))
 
 
 def scores(engine: MegatronEngine, batch: Batch) -> dict[int, torch.Tensor]:
     """Log-probs by row of the whole batch, on the last pipeline stage."""
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows))
     if scored is None:
         return {}
@@ -268,13 +268,13 @@ def saved_before_the_first_step(path: Path, layout: Layout, batch: Batch, to: Pa
 
 def inference_reads(path: Path, layout: Layout, batch: Batch, source: Path) -> Result:
     """Weights that an engine without an optimizer took from a training checkpoint."""
-    spec = replace(ranks.engine_spec(path, layout), total_steps=0)
-    engine = ranks.started(spec)
+    spec = replace(ranks.build_engine_spec(path, layout), total_steps=0)
+    engine = ranks.start_engine(spec)
     engine.load_checkpoint(source)
     return {"weights": dict(engine.get_per_tensor_param()), "scores": scores(engine, batch)}
 
 
 def weights_only(path: Path, to: Path) -> Result:
-    engine = ranks.started(replace(ranks.engine_spec(path, Layout()), total_steps=0))
+    engine = ranks.start_engine(replace(ranks.build_engine_spec(path, Layout()), total_steps=0))
     engine.save_checkpoint(to)
     return {"scheduled": engine.schedule is not None}

@@ -141,7 +141,7 @@ def colocated(
 
     Adapters are not zero. `is_ordered` goes the way that NCCL needs.
     """
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     if spec.engine.lora.rank:
         lora_jobs.set_factors(engine)
     world = dist.get_world_size()

@@ -106,30 +106,30 @@ CASES = all_but(
 PARALLEL = all_but(["cp2", "dp2"], [layout for layout in LAYOUTS if layout != "tp1"])
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def trained(
     path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig, budget: int
 ) -> ranks.Result:
     """Metrics and whole gradients of a pass; then metrics of two steps, and the weights."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     spec.engine.max_tokens_per_micro_batch = budget
     spec.engine.optimizer.eps = 1e-5  # or Adam makes a whole step of a gradient's rounding
-    engine, loss = ranks.started(spec), PolicyLoss(algorithm)
-    share = batch.take(ranks.share_of(engine, batch))
+    engine, loss = ranks.start_engine(spec), PolicyLoss(algorithm)
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(share, loss, forward_only=False)
     result: ranks.Result = {
         "metrics": engine._reduce_metrics(results),
-        "gradients": ranks.gradients(engine),
+        "gradients": ranks.read_gradients(engine),
     }
     result["steps"] = [engine.train_batch(share, loss) for _ in range(2)]
     return result | {"trained": dict(engine.get_per_tensor_param())}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig) -> ranks.Result:
     """What an update of two mini-batches gives the model, and its weights before each."""
-    engine, loss = ranks.started(ranks.engine_spec(path, layout)), PolicyLoss(algorithm)
+    engine, loss = ranks.start_engine(ranks.build_engine_spec(path, layout)), PolicyLoss(algorithm)
     mini_batches: list[ranks.Result] = []
 
     class Workers(LocalWorkers):
@@ -156,12 +156,12 @@ def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig
     return {"mini_batches": mini_batches, "metrics": actor.update(training, step)[1]}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def update_by_all(
     path: Path, value_path: Path, layout: Layout, backend: str, batches: dict[str, Batch]
 ) -> ranks.Result:
     """Score a batch and take a step of each algorithm in turn, then one of a critic."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     # A large epsilon: else the rounding of gradients near 0 decides the sign of Adam's step. Small
     # steps: else the last algorithms clip all tokens.
     optimizer = replace(spec.engine.optimizer, eps=1e-3, lr=2e-5)
@@ -172,10 +172,10 @@ def update_by_all(
         with_sum_pi_squared=True,
     )  # fmt: skip
     value_spec = replace(spec, model=replace(spec.model, path=str(value_path)))
-    actor = ranks.started(spec, partial(create_engine, "language_model"))
-    critic = ranks.started(value_spec, partial(create_engine, "value_model"))
+    actor = ranks.start_engine(spec, partial(create_engine, "language_model"))
+    critic = ranks.start_engine(value_spec, partial(create_engine, "value_model"))
     actor.mesh = Mesh(layout)
-    rows = ranks.share_of(actor, rewarded_batch())
+    rows = ranks.list_rows(actor, rewarded_batch())
     scored = actor.infer_batch(batches["loss ppo_clip"].take(rows))
     names = ("log_probs", "entropy", "sum_pi_squared")
     steps = {
@@ -191,11 +191,11 @@ def update_by_all(
     }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def values_of(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row of the batch; empty where there is no head."""
-    engine = ranks.started(ranks.engine_spec(path, layout), ValueEngine)
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout), ValueEngine)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows).select("prompt_ids", "response_ids"))
     if scored is None:
         return {}
@@ -203,7 +203,7 @@ def values_of(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     return {row: torch.from_numpy(column[place].copy()) for place, row in enumerate(rows)}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
     """Sums and means of numbers in packs of the batch, and the gradient of a loss of both."""
     device.install(1)

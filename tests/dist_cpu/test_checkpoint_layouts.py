@@ -80,7 +80,7 @@ SHARDED, REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
 VOCAB = 131  # rows behind it are padding, as many as the layout needs
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def saved(
     path: Path, layout: Layout, batch: Batch, to: Path, distributed: bool, dtype: str = "float32"
 ) -> ranks.Result:
@@ -113,7 +113,7 @@ def test_training_draws_no_random_numbers(folder, model, batch):
     assert [result["has_drawn"] for result in written] == [False, False]
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def loaded(
     path: Path,
     layout: Layout,
@@ -235,7 +235,7 @@ def assert_weights(results: Sequence[Any], expected: dict[str, int]) -> None:
     assert actual == expected
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def weights_loaded(
     path: Path, layout: Layout, source: Path, distributed: bool, dtype: str
 ) -> ranks.Result:
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_megatron_0_16_1_goes_on_in_another_layout(
     assert read_checkpoint_info(again)["megatron_core"] == metadata.version("megatron-core")
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def weights_of_megatron(path: Path, layout: Layout, source: Path) -> ranks.Result:
     return meta_model_jobs.load(path, layout, source)
 
@@ -278,7 +278,7 @@ def test_weights_that_megatron_0_16_1_saved_are_loaded(older, form, target):
     assert_weights(results, read_expected(older, form)["weights"])
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def refused_by_the_disk(
     path: Path, layout: Layout, batch: Batch, to: Path, rank: int, when: str
 ) -> ranks.Result:

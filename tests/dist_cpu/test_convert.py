@@ -202,30 +202,30 @@ ADAPTED = {
 }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def loaded(model: Path, checkpoint: Path, layout: Layout) -> ranks.Result:
     """What an engine exports after it has read a checkpoint over other weights."""
-    engine = ranks.started(replace(ranks.engine_spec(model, layout), total_steps=0))
+    engine = ranks.start_engine(replace(ranks.build_engine_spec(model, layout), total_steps=0))
     engine.load_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def trained(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
     """What an engine exports after a step; the checkpoint it saved there has optimizer state."""
-    engine = ranks.started(ranks.engine_spec(model, layout, dtype))
+    engine = ranks.start_engine(ranks.build_engine_spec(model, layout, dtype))
     engine.train_batch(
-        tiny_models.make_batch().take(ranks.share_of(engine, tiny_models.make_batch())), ranks.LOSS
+        tiny_models.make_batch().take(ranks.list_rows(engine, tiny_models.make_batch())), ranks.LOSS
     )
     engine.save_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def adapted(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
     """What an engine with adapters exports, merged; it has saved a checkpoint."""
     spec = replace(lora_jobs.lora_spec(model, layout, dtype), total_steps=0)
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     lora_jobs.set_factors(engine)
     engine.save_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())

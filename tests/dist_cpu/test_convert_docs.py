@@ -20,13 +20,13 @@ from tests.pages import select_commands
 COMMANDS = select_commands("conversion")
 
 
-@ranks.run_on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def saved(model: Path, checkpoint: Path, has_adapters: bool) -> ranks.Result:
     """A checkpoint as a run leaves it, with optimizer state or with adapters."""
-    spec = ranks.engine_spec(model, Layout())
+    spec = ranks.build_engine_spec(model, Layout())
     if has_adapters:
         spec = replace(lora_jobs.lora_spec(model, Layout(), "float32"), total_steps=0)
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     if has_adapters:
         lora_jobs.set_factors(engine)
     else:

@@ -35,25 +35,25 @@ K, TEMPERATURE = 7, 2.0
 SHARES = (1.0, 0.5)  # of two teachers
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row: log-probs of the tokens, and the likeliest with their ids."""
-    spec = replace(ranks.engine_spec(path, layout), num_top_log_probs=K, total_steps=0)
-    engine = ranks.started(spec, partial(create_engine, "language_model"))
+    spec = replace(ranks.build_engine_spec(path, layout), num_top_log_probs=K, total_steps=0)
+    engine = ranks.start_engine(spec, partial(create_engine, "language_model"))
     scored = engine.infer_batch(batch, temperature=TEMPERATURE)
     names = "log_probs", "top_log_probs", "top_ids"
     return {n: torch.from_numpy(scored[n].values.copy()) for n in names} if scored else {}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def gradients(path: Path, layout: Layout, batch: Batch, kind: str) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     engine.optimizer_zero_grad()
     loss = PolicyLoss(AlgorithmConfig(distillation=DistillationConfig(loss=kind)))
     results = engine.forward_backward_batch(
         batch, loss, forward_only=False, temperature=TEMPERATURE
     )
-    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.gradients(engine)}
+    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.read_gradients(engine)}
 
 
 def table_of(model: Any, batch: Batch) -> torch.Tensor:

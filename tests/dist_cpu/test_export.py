@@ -28,10 +28,10 @@ LAYOUTS = [
 BUCKETS = [1, 64 << 10, weights.EXPORT_BUCKET_BYTES]
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def export(path: Path, layout: Layout, bucket_bytes: int) -> ranks.Result:
     """Tensors, bytes of the buckets, and the messages of this rank by peer."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     messages: Counter[str] = Counter()
     transfer = dist.batch_isend_irecv
 

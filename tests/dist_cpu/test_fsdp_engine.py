@@ -109,7 +109,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def build_spec(
     path: Path, layout: Layout, changes: dict[str, Any], dtype: str = "float32"
 ) -> EngineSpec:
-    spec = ranks.engine_spec(path, layout, dtype)
+    spec = ranks.build_engine_spec(path, layout, dtype)
     optimizer = replace(spec.engine.optimizer, eps=torch_reference.EPSILON)
     engine = replace(spec.engine, backend="fsdp", optimizer=optimizer, **changes)
     return replace(spec, engine=engine, model=replace(spec.model, family="transformers"))
@@ -117,16 +117,16 @@ def build_spec(
 
 def start(path: Path, layout: Layout, changes: dict[str, Any], kind: str = "language_model") -> Any:
     spec = build_spec(path, layout, changes)
-    engine = ranks.started(spec, lambda spec: create_engine(kind, spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine(kind, spec))
     engine.mesh = Mesh(layout)
     return engine
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def run_steps(path: Path, layout: Layout, changes: dict[str, Any], batch: Batch) -> ranks.Result:
     """Score the batch and take three steps."""
     engine = start(path, layout, changes)
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     scored = engine.infer_batch(share, temperature=TEMPERATURE)
     scores = {
@@ -189,13 +189,13 @@ def test_scores_and_three_steps_equal_plain_torch(models, family, name):
     check_steps(models[family], *LAYOUTS[name])
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def run_bfloat16(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Scores, gradient norm and weights with products in bfloat16, of a trainer and a scorer."""
     spec = build_spec(path, layout, {}, "bfloat16")
-    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine("language_model", spec))
     engine.mesh = Mesh(layout)
-    share = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     scores = engine.infer_batch(share).jagged("log_probs").values.copy()
     frozen = create_engine("language_model", replace(spec, total_steps=0))
     frozen.initialize()
@@ -233,7 +233,7 @@ def test_a_bfloat16_model_has_float32_weights_and_scores_within_its_rounding(mod
     assert results[0]["frozen_dtypes"] == ["torch.bfloat16", *buffers]
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def refuse(path: Path, layout: Layout, changes: dict[str, Any]) -> ranks.Result:
     with pytest.raises(ConfigError) as caught:
         start(path, layout, changes)
@@ -281,22 +281,22 @@ def test_without_packing_such_a_family_equals_plain_torch(models):
     check_steps(models["qwen3_next"], Layout(dp=2), {"fsdp": FSDPConfig(packing=False)})
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def save(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """Take four steps in one go; save after the second."""
     engine = start(path, layout, {})
-    share = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(folder)
     steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     engine = start(path, layout, {})
     engine.load_checkpoint(folder)
-    share = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     saved = dict(engine.get_per_tensor_param())
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "saved": saved, "trained": dict(engine.get_per_tensor_param())}
@@ -323,11 +323,11 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(models, family, name, t
         torch.testing.assert_close(tensor, saved["trained"][name], rtol=0, atol=3e-6, msg=name)
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def score_values(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Values of a critic that starts from a language model, before and after a step."""
     engine = start(path, layout, {}, "value_model")
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     zeros = engine.infer_batch(share).jagged("values").values
     engine.train_batch(share, fit_values)
@@ -365,11 +365,11 @@ def test_an_exported_critic_has_the_values_of_the_engine(models, layout, tmp_pat
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def train_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """Take two steps of adapters, save, and take two more."""
     engine = start(path, layout, {"lora": LORA})
-    share = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     exported = dict(engine.get_per_tensor_param())
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(folder)
@@ -391,11 +391,11 @@ def train_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ra
 LORA = LoRAConfig(rank=4, alpha=8.0)
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def resume_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     engine = start(path, layout, {"lora": LORA})
     engine.load_checkpoint(folder)
-    share = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "merged": dict(engine.get_per_tensor_param())}
 

@@ -169,13 +169,13 @@ DAILY = {
 }  # fmt: skip
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def two_steps(path: Path, layout: Layout, settings: ranks.Settings, batch: Batch) -> ranks.Result:
     """Log-probs of this rank's rows, where the last stage is, and two optimizer steps."""
     # Adam divides by the size of a gradient: without a floor it blows the rounding of one that is
     # nearly zero up to a whole step, and the loss of the second step shows it.
-    engine = ranks.started_with(path, layout, {**settings, "optimizer.eps": 1e-5})
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine_with(path, layout, {**settings, "optimizer.eps": 1e-5})
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     scored = engine.infer_batch(share)
     result = {} if scored is None else {"log_probs": _index_by_row(rows, scored)}

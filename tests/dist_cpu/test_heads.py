@@ -55,7 +55,7 @@ def split_problem(tokens: int, vocab: int, hidden: int = 7) -> tuple[torch.Tenso
     return h, w, targets, weights
 
 
-@ranks.run_on_ranks(2)
+@ranks.spawn_on_ranks(2)
 def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.Result:
     """Scores with `rows` rows of the head on each rank, and their gradients put together."""
     from mcore_rl.engine.logprob import VocabShard, compute_log_probs
@@ -90,13 +90,15 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row of the batch, of each response token: the three likeliest ids, their log-probs, and
     the sum of all squared probabilities."""
-    spec = replace(ranks.engine_spec(path, layout), num_top_log_probs=3, with_sum_pi_squared=True)
-    engine = ranks.started(spec)
-    rows = ranks.share_of(engine, batch)
+    spec = replace(
+        ranks.build_engine_spec(path, layout), num_top_log_probs=3, with_sum_pi_squared=True
+    )
+    engine = ranks.start_engine(spec)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows), temperature=0.7)
     if scored is None:
         return {}
@@ -112,12 +114,12 @@ def value_loss(inputs: LossInputs) -> LossResult:
 
 
 def value_engine(path: Path, layout: Layout, dtype: str = "float32", lora: int = 0) -> ValueEngine:
-    spec = ranks.engine_spec(path, layout, dtype)
+    spec = ranks.build_engine_spec(path, layout, dtype)
     spec.engine.lora.rank = lora
     # Adam divides by the size of a gradient: without a floor it blows the rounding of one that is
     # nearly zero up to a whole step, and the loss of the second step shows it.
     spec.engine.optimizer.eps = 1e-5
-    return ranks.started(spec, ValueEngine)
+    return ranks.start_engine(spec, ValueEngine)
 
 
 def values_of(engine: ValueEngine, batch: Batch, rows: list[int]) -> dict[int, torch.Tensor]:
@@ -130,13 +132,13 @@ def values_of(engine: ValueEngine, batch: Batch, rows: list[int]) -> dict[int, t
     return {row: torch.from_numpy(columns[place].copy()) for place, row in enumerate(rows)}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def value_training(
     path: Path, layout: Layout, batch: Batch, dtype: str = "float32", lora: int = 0
 ) -> ranks.Result:
     """Values and export before, and both after two optimizer steps on the batch."""
     engine = value_engine(path, layout, dtype, lora)
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     return {
         "values": values_of(engine, batch, rows),
@@ -147,11 +149,11 @@ def value_training(
     }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def value_export(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """Two steps from a language model's checkpoint, then an export and a training checkpoint."""
     engine = value_engine(path, layout)
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     before = values_of(engine, batch, rows)
     for _ in range(2):
         engine.train_batch(batch.take(rows), value_loss)

@@ -60,14 +60,17 @@ def batch_of(step: int, loss: str) -> Batch:
     return made if LOSSES[loss].kl_coef else made.drop_columns("kl_weights")
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def trained(path: Path, layout: Layout, loss: str, with_pass: bool) -> ranks.Result:
     """The weights after all steps; scores, gaps and metrics of each."""
-    engine, function = ranks.started(ranks.engine_spec(path, layout)), PolicyLoss(LOSSES[loss])
+    engine, function = (
+        ranks.start_engine(ranks.build_engine_spec(path, layout)),
+        PolicyLoss(LOSSES[loss]),
+    )
     steps, scores, gaps = [], [], []
     for step in range(NUM_STEPS):
         batch = batch_of(step, loss)
-        rows = ranks.share_of(engine, batch)
+        rows = ranks.list_rows(engine, batch)
         share = batch.take(rows)
         if with_pass:
             scored = engine.infer_batch(share, temperature=TEMPERATURE)
@@ -129,10 +132,10 @@ def test_weights_and_metrics_are_those_of_steps_with_a_pass_of_log_probs(
 PLANTED = {"large": 9.0, "no number": math.nan, "infinite": math.inf}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def stopped(path: Path, layout: Layout, planted: str) -> ranks.Result:
     """Two steps, with an attempt between them, which a gap on one data-parallel rank stops."""
-    engine = ranks.started_with(path, layout, {"moe.bias_update_rate": 0.01})
+    engine = ranks.start_engine_with(path, layout, {"moe.bias_update_rate": 0.01})
     bounds = {"max_logprob_gap": 6.0, "mean_logprob_gap": 6.0}
     function = PolicyLoss(LOSSES["ppo_clip"])
     dp_rank = engine.mesh.get_coordinate(engine.world_rank).dp_rank
@@ -152,7 +155,7 @@ def stopped(path: Path, layout: Layout, planted: str) -> ranks.Result:
 
 
 def _share(engine: MegatronEngine, batch: Batch) -> Batch:
-    return batch.take(ranks.share_of(engine, batch))
+    return batch.take(ranks.list_rows(engine, batch))
 
 
 STOPS = [
@@ -186,9 +189,9 @@ def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None
         assert torch.equal(tensor, right[name]), name
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def without_a_token(path: Path, layout: Layout) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     share = _share(engine, batch_of(0, "ppo_clip"))
     mask = share.jagged("gap_mask")
     share = share.with_columns(gap_mask=mask.with_values(np.zeros_like(mask.values)))

@@ -80,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs: dict[int, dict[str, ranks.Job]] = {1: {}, 2: {}}
 
     def add(name: str, function: Any, model: str, layout: Layout, *more: Any) -> None:
-        jobs[layout.world_size][name] = ranks.job(function, paths[model], layout, *more)
+        jobs[layout.world_size][name] = ranks.make_job(function, paths[model], layout, *more)
 
     for model, name in CASES:
         add(f"{model}/{name}", lora_jobs.parity, model, LAYOUTS[model][name], batch)
@@ -342,7 +342,7 @@ def test_an_export_is_what_forward_ran_on_bit_for_bit_in_bfloat16(runs):
         assert torch.equal(result["exported"][name], weight), name
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def left(model: Path, output: Path, layout: Layout) -> ranks.Result:
     """What a run leaves: an export by the worker, with factors from noise."""
     spec = replace(lora_jobs.lora_spec(model, layout), total_steps=0)

@@ -94,14 +94,14 @@ class Runs:
             layout = LAYOUTS.get(model, {}).get(layout_name, Layout())
             saved = Saved(self.paths[model], layout, folder / case.replace("/", " "))
             coef = meta_model_jobs.MTP_COEF if saved.has_mtp else 0.0
-            job = ranks.job(meta_model_jobs.save, saved.path, layout, saved.folder, coef)
+            job = ranks.make_job(meta_model_jobs.save, saved.path, layout, saved.folder, coef)
             jobs[layout.world_size][case] = job
             self._saved[case] = saved
         self._foreign = {case: folder / f"foreign {case}" for case in FOREIGN}
         for case, to in self._foreign.items():
             model, form = case.split()
             save = meta_model_jobs.megatron_saves
-            jobs[1][case] = ranks.job(save, self.paths[model], to, form == "stacked")
+            jobs[1][case] = ranks.make_job(save, self.paths[model], to, form == "stacked")
         self._needs: dict[str, str] = {}
         self._add_loads(jobs)
         self.results = ranks.Results(jobs, self._needs)
@@ -120,7 +120,7 @@ class Runs:
 
         def add(name: str, model: str, layout: Layout, source: str, coef: float = 0.0) -> None:
             arguments = (self.paths[model], layout, folders[source], coef)
-            jobs[layout.world_size][name] = ranks.job(meta_model_jobs.load, *arguments)
+            jobs[layout.world_size][name] = ranks.make_job(meta_model_jobs.load, *arguments)
             self._needs[name] = source
 
         one_rank, coef = Layout(), meta_model_jobs.MTP_COEF
@@ -135,7 +135,7 @@ class Runs:
         add("mtp missing", "deepseek_v3-mtp", one_rank, "deepseek_v3/one", coef)
         add("plain", "deepseek_v3", one_rank, "deepseek_v3/one")
         refused = (self.paths["qwen3"], folders["qwen3 stacked"])
-        jobs[1]["training"] = ranks.job(meta_model_jobs.refused_training, *refused)
+        jobs[1]["training"] = ranks.make_job(meta_model_jobs.refused_training, *refused)
         self._needs["training"] = "qwen3 stacked"
 
 
@@ -265,7 +265,7 @@ def test_prediction_layers_of_a_checkpoint_may_stay_unread_but_not_be_missing(ru
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "sharded"])
 def test_a_run_goes_on_without_the_prediction_layers_that_it_trained(runs, tmp_path, distributed):
     path, to = runs.paths["deepseek_v3-mtp"], tmp_path / "checkpoint"
-    job = ranks.job
+    job = ranks.make_job
     jobs = meta_model_jobs
     results = ranks.spawn(
         1,

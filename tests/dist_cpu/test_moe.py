@@ -72,11 +72,11 @@ DAILY_TRAINING = (
 TRAINING_CASES = all_but(DAILY_TRAINING, TRAINING)
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def training(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -> ranks.Result:
     """Two optimizer steps, and what they did to the experts; passes between them must not count."""
-    engine = ranks.started_with(path, layout, settings)
-    share = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, settings)
+    share = batch.take(ranks.list_rows(engine, batch))
     steps, loads, biases = [], [], [expert_biases(engine)]
     for _ in range(2):
         engine.infer_batch(share)
@@ -99,21 +99,21 @@ def expert_biases(engine: MegatronEngine) -> dict[int, torch.Tensor]:
     }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def balance_gradients(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
     """Gradients of the load-balancing loss alone: the weights of the policy loss are all zero."""
-    engine = ranks.started_with(path, layout, settings)
-    return gradients_of(engine, batch, ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, settings)
+    return gradients_of(engine, batch, ranks.list_rows(engine, batch))
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def balance_with_an_empty_rank(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
     """The same when one data-parallel rank has all samples and the other packs of padding."""
-    engine = ranks.started_with(path, layout, settings)
+    engine = ranks.start_engine_with(path, layout, settings)
     has_samples = engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0
     return gradients_of(engine, batch, list(range(len(batch))) if has_samples else [])
 
@@ -148,11 +148,11 @@ def router_gradients(engine: MegatronEngine) -> dict[int, torch.Tensor]:
     }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def router_precision(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """A router of a bfloat16 model: types, and its logits against the product in float32."""
-    spec = ranks.engine_spec(path, layout, "bfloat16")
-    router = ranks.started(spec).chunks[0].decoder.layers[1].mlp.router
+    spec = ranks.build_engine_spec(path, layout, "bfloat16")
+    router = ranks.start_engine(spec).chunks[0].decoder.layers[1].mlp.router
     hidden = torch.randn(7, 1, router.weight.shape[1]).bfloat16()
     logits = router.gating(hidden)
     return {
@@ -284,9 +284,9 @@ def test_a_router_of_a_bfloat16_model_multiplies_in_float32(runs):
     assert result["equal"]
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def odd_experts(path: Path, layout: Layout, batch: Batch, dtype: str) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, layout, dtype))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout, dtype))
     before = engine.infer_batch(batch).jagged("log_probs").values.copy()
     step = engine.train_batch(batch, ranks.LOSS)
     return {"log_probs": torch.from_numpy(before), "grad_norm": step["grad_norm"]}

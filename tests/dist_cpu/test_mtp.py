@@ -41,16 +41,16 @@ PROJECTION = dict.fromkeys((qwen, qwen3_5), "mtp.fc.weight")  # the others: as D
 COEF = 0.3
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def train(
     path: Path, layout: Layout, batch: Batch, coef: float, granularity: str = "none"
 ) -> ranks.Result:
     """Log-probs, the export, and two optimizer steps with the loss of the prediction layer."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     spec.engine.mtp_loss_coef = coef
     spec.engine.recompute.granularity = granularity
-    engine = ranks.started(spec)
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine(spec)
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     scored = engine.infer_batch(share)
     result: ranks.Result = {"exported": dict(engine.get_per_tensor_param())}

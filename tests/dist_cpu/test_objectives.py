@@ -46,11 +46,11 @@ DPO, ORPO = {"beta": 0.5, "label_smoothing": 0.1}, {"lam": 0.7}
 MARGIN = 0.25
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def scores(path: Path, layout: Layout, batch: Batch, kind: str, column: str) -> ranks.Result:
     """By row of the batch; empty where there is no head."""
     engine = started(path, layout, kind)
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows).select("prompt_ids", "response_ids"))
     if scored is None:
         return {}
@@ -58,22 +58,22 @@ def scores(path: Path, layout: Layout, batch: Batch, kind: str, column: str) -> 
     return {row: torch.from_numpy(values[place].copy()) for place, row in enumerate(rows)}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def gradients(
     path: Path, layout: Layout, batch: Batch, kind: str, loss: Any = linear_in_scores
 ) -> ranks.Result:
     engine = started(path, layout, kind)
-    share = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(share, loss, forward_only=False)
-    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.gradients(engine)}
+    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.read_gradients(engine)}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def exported(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """A reward model after a step, as a checkpoint; and its scores, by row."""
     engine = started(path, layout, "reward_model")
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     engine.train_batch(batch.take(rows), linear_in_scores)
     tensors = engine.get_per_tensor_param()
     if engine.is_main_rank:
@@ -87,7 +87,7 @@ def exported(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Re
 
 
 def started(path: Path, layout: Layout, kind: str) -> Any:
-    return ranks.started(ranks.engine_spec(path, layout), partial(create_engine, kind))
+    return ranks.start_engine(ranks.build_engine_spec(path, layout), partial(create_engine, kind))
 
 
 @dataclass(frozen=True)

@@ -56,10 +56,10 @@ ONE_PACK = 10_000  # tokens: all samples of a test in one micro-batch
 PACKINGS = ((None, ONE_PACK), (1, ONE_PACK), (2, 96), (3, 64), (4, 40), (None, 16))
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def packings(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Loss, metrics and gradients of this rank for each packing of the same batch."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     return {str(packing): _one_packing(engine, batch, *packing) for packing in PACKINGS}
 
 
@@ -68,7 +68,7 @@ def _one_packing(
 ) -> dict[str, Any]:
     order = np.arange(len(batch)) if seed is None else _permutation(len(batch), seed)
     shuffled = batch.take(order.tolist())
-    share = shuffled.take(ranks.share_of(engine, shuffled))
+    share = shuffled.take(ranks.list_rows(engine, shuffled))
     engine.spec.engine.max_tokens_per_micro_batch = budget
     engine.optimizer_zero_grad()
     results = engine.forward_backward_batch(share, negative_log_likelihood, forward_only=False)
@@ -103,7 +103,7 @@ ATTENTION_NAMES = [
 ]
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def attention(layout: Layout) -> ranks.Result:
     """Attention of this CP rank's tokens, and of the whole pack, with gradients; in float64."""
     device.install(1)
@@ -193,7 +193,7 @@ class Runs:
         return packings(self.paths[model], PACKED[layout], self.batch)
 
     def parity(self, model: str, layout: str) -> list[ranks.Result]:
-        return ranks.parity(self.paths[model], (SINGLE | CONTEXT[model])[layout], self.batch)
+        return ranks.run_parity(self.paths[model], (SINGLE | CONTEXT[model])[layout], self.batch)
 
 
 @pytest.fixture(scope="module")

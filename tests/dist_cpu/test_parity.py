@@ -39,7 +39,7 @@ class Runs:
 
     def parity(self, model: str, layout: str, dtype: str = "float32") -> list[ranks.Result]:
         parallel_layout = LAYOUTS[model][layout]
-        return ranks.parity(self.checkpoints[model], parallel_layout, self.batch, dtype)
+        return ranks.run_parity(self.checkpoints[model], parallel_layout, self.batch, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -49,21 +49,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tiny_models.make_batch(), checkpoints)
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Two steps with the optimizer state sharded over data-parallel ranks."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     spec.engine.optimizer.distributed = True
-    engine = ranks.started(spec)
-    share = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine(spec)
+    share = batch.take(ranks.list_rows(engine, batch))
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def fewer_samples_than_ranks(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """One sample on DP rank 0 and none elsewhere: two steps."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     share = batch.take([0] if engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0 else [])
     engine.infer_batch(share)
     return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}

@@ -16,7 +16,7 @@ from mcore_rl.config.schema import Layout, MoEConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def train(
     path: Path,
     layout: Layout,
@@ -27,15 +27,15 @@ def train(
     recompute: RecomputeConfig | None = None,
 ) -> ranks.Result:
     """Take three steps; the last two of them again from a checkpoint, if there is a folder."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     settings = {
         "megatron": megatron,
         "optimizer": replace(spec.engine.optimizer, **optimizer),
         "recompute": recompute or RecomputeConfig(),
     }
     spec = replace(spec, engine=replace(spec.engine, **settings))
-    engine = ranks.started(spec)
-    share = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine(spec)
+    share = batch.take(ranks.list_rows(engine, batch))
     steps = [engine.train_batch(share, ranks.LOSS)]
     if folder is not None:
         engine.save_checkpoint(folder / "checkpoint")
@@ -48,7 +48,7 @@ def train(
         "deallocate": config.deallocate_pipeline_outputs,
     }
     if folder is not None:
-        resumed = ranks.started(spec)
+        resumed = ranks.start_engine(spec)
         resumed.load_checkpoint(folder / "checkpoint")
         result["resumed"] = [resumed.train_batch(share, ranks.LOSS) for _ in range(2)]
     return result
@@ -113,12 +113,12 @@ def test_modules_that_are_recomputed_without_their_outputs_give_the_same_steps(
     assert get_norms(recomputed) == pytest.approx(get_norms(plain), rel=1e-6)
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def train_experts(
     path: Path, layout: Layout, batch: Batch, moe: MoEConfig, optimizer: dict[str, Any]
 ) -> ranks.Result:
     """Take two steps in bfloat16, of several micro-batches and with several buckets each."""
-    spec = ranks.engine_spec(path, layout, "bfloat16")
+    spec = ranks.build_engine_spec(path, layout, "bfloat16")
     settings = {
         "moe": moe,
         "megatron": {"bucket_size": 8000},
@@ -126,8 +126,8 @@ def train_experts(
         "optimizer": replace(spec.engine.optimizer, **optimizer),
         "recompute": RecomputeConfig("selective", ["core_attn", "moe_act"]),
     }
-    engine = ranks.started(replace(spec, engine=replace(spec.engine, **settings)))
-    share = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine(replace(spec, engine=replace(spec.engine, **settings)))
+    share = batch.take(ranks.list_rows(engine, batch))
     return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 

@@ -109,10 +109,10 @@ def runs(tmp_path_factory):
     for name, layout in LAYOUTS.items():
         for job in (policy_jobs.update, policy_jobs.gradients):
             key = f"{job.__name__}/{name}"
-            jobs[layout.world_size][key] = ranks.job(job, path, layout, batch)
+            jobs[layout.world_size][key] = ranks.make_job(job, path, layout, batch)
     examples = batch.select("prompt_ids", "response_ids", "response_mask")
     for temperature in (1.0, 2.0):
-        jobs[1][f"supervised/{temperature}"] = ranks.job(
+        jobs[1][f"supervised/{temperature}"] = ranks.make_job(
             policy_jobs.supervised, path, examples, temperature, folder / str(temperature)
         )
     results = {key: r for size in jobs for key, r in ranks.spawn(size, jobs[size]).items()}

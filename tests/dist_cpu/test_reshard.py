@@ -68,19 +68,19 @@ def results(checkpoints) -> dict[str, list[dict[str, Any]]]:
     for family in FAMILIES:
         for name, layout in LAYOUTS.items():
             path = checkpoints[f"{family}/{LAYERS.get(name, 3)}"]
-            spec = replace(ranks.engine_spec(path, layout), total_steps=0)
-            two[f"colocated/{family}/{name}"] = ranks.job(jobs.colocated, spec, SERVERS)
-            job = ranks.job(jobs.disaggregated, path, layout, SERVERS)
+            spec = replace(ranks.build_engine_spec(path, layout), total_steps=0)
+            two[f"colocated/{family}/{name}"] = ranks.make_job(jobs.colocated, spec, SERVERS)
+            job = ranks.make_job(jobs.disaggregated, path, layout, SERVERS)
             four[f"disaggregated/{family}/{name}"] = job
     two |= _special(checkpoints)
     moe = checkpoints["deepseek_v3/3"]
     for dtype in ("float32", "bfloat16"):
-        job = ranks.job(jobs.disaggregated, moe, LAYOUTS["tp2ep2"], TP2, dtype, BIG_BUCKETS)
+        job = ranks.make_job(jobs.disaggregated, moe, LAYOUTS["tp2ep2"], TP2, dtype, BIG_BUCKETS)
         four[f"big/{dtype}"] = job
     layouts = Layout(tp=2, pp=2), GenerationLayout(tp=4)
     for num_layers, is_ordered in ((2, False), (16, False), (16, True)):
         config = jobs.tiny_dense(num_layers)
-        job = ranks.job(jobs.random_model, config, *layouts, 4096, is_ordered)
+        job = ranks.make_job(jobs.random_model, config, *layouts, 4096, is_ordered)
         four[f"{'ordered' if is_ordered else 'memory'}/{num_layers}"] = job
     return ranks.Results({2: two, 4: four})
 
@@ -88,15 +88,15 @@ def results(checkpoints) -> dict[str, list[dict[str, Any]]]:
 def _special(checkpoints: dict[str, Path]) -> dict[str, Any]:
     """Casts, adapters and prediction layers."""
     moe = checkpoints["deepseek_v3/3"]
-    inference = replace(ranks.engine_spec(moe, LAYOUTS["pp2"]), total_steps=0)
+    inference = replace(ranks.build_engine_spec(moe, LAYOUTS["pp2"]), total_steps=0)
     adapters = lora_jobs.lora_spec(checkpoints["lora"], LAYOUTS["tp2ep2"])
-    mtp = replace(ranks.engine_spec(checkpoints["mtp"], LAYOUTS["pp2"]), total_steps=0)
+    mtp = replace(ranks.build_engine_spec(checkpoints["mtp"], LAYOUTS["pp2"]), total_steps=0)
     mtp.engine.mtp_loss_coef = 0.1
     return {
-        "cast": ranks.job(jobs.colocated, inference, TP2, "bfloat16"),
-        "lora": ranks.job(jobs.colocated, replace(adapters, total_steps=0), TP2),
-        "mtp": ranks.job(jobs.colocated, mtp, TP2),
-        "ordered": ranks.job(jobs.colocated, inference, SERVERS, "float32", True),
+        "cast": ranks.make_job(jobs.colocated, inference, TP2, "bfloat16"),
+        "lora": ranks.make_job(jobs.colocated, replace(adapters, total_steps=0), TP2),
+        "mtp": ranks.make_job(jobs.colocated, mtp, TP2),
+        "ordered": ranks.make_job(jobs.colocated, inference, SERVERS, "float32", True),
     }
 
 

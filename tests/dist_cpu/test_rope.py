@@ -64,7 +64,7 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             seed=0,
             num_top_log_probs=1,
         )
-        jobs[key] = ranks.job(engines.score_with_megatron, spec, "", SEQUENCES)
+        jobs[key] = ranks.make_job(engines.score_with_megatron, spec, "", SEQUENCES)
     results = ranks.spawn(2, jobs)
     return scores | {key: engines.merge_scores(results[key]).log_probs for key in CASES}
 

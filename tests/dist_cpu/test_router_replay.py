@@ -51,13 +51,13 @@ REPLAY_CASES = all_but(
 )  # fmt: skip
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def replay_recorded(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
     """A log-prob pass that records, two steps that replay it, a log-prob pass on the same ids."""
-    engine = ranks.started_with(path, layout, {**settings, "moe.router_replay": "record"})
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine_with(path, layout, {**settings, "moe.router_replay": "record"})
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     scored = engine.infer_batch(share)
     share = share.with_columns(routed_experts=shared_over_stages(engine, scored))
@@ -74,7 +74,7 @@ def replay_recorded(
     return result | {"replayed_log_probs": index_by_row(rows, again.jagged("log_probs"))}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def replay_forced(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
@@ -82,8 +82,8 @@ def replay_forced(
 
     Then log-probs with those that routers choose, as if nothing had been recorded.
     """
-    engine = ranks.started_with(path, layout, {**settings, "moe.router_replay": "rollout"})
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine_with(path, layout, {**settings, "moe.router_replay": "rollout"})
+    rows = ranks.list_rows(engine, batch)
     share = select_local_layers(engine, batch.take(rows))
     free = engine.infer_batch(share.select("prompt_ids", "response_ids"), replay=False)
     scored = engine.infer_batch(share)
@@ -96,20 +96,20 @@ def replay_forced(
     return result | {"log_probs": index_by_row(rows, scored.jagged("log_probs"))}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def two_steps(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Without replay."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
-    share = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
+    share = batch.take(ranks.list_rows(engine, batch))
     return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def replay_errors(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """What is said when routers do not do as they are told, and that the engine recovers."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    engine = ranks.started_with(path, layout, {"moe.router_replay": "rollout"})
+    engine = ranks.start_engine_with(path, layout, {"moe.router_replay": "rollout"})
     bare = batch.select("prompt_ids", "response_ids")
     messages = {"missing": message_of(engine.infer_batch, bare)}
     before = engine.infer_batch(batch)

@@ -114,7 +114,7 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
 BUCKET_BYTES = 32 << 10  # rows of the tiny models are cut, and there are some dozen buckets
 
 
-@ranks.run_on_ranks(2)
+@ranks.spawn_on_ranks(2)
 def serve_syncs(
     spec: EngineSpec,
     servers: Mapping[str, GenerationLayout],
@@ -123,7 +123,7 @@ def serve_syncs(
     exported: Path,
 ) -> ranks.Result:
     """Version 1 has weights times -2, version 2 times 4, which are exported as well."""
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     rank = dist.get_rank()
     settings = WeightSyncConfig(bucket_bytes=BUCKET_BYTES, verify="full", timeout_s=60)
     ends, open_ = {}, []
@@ -194,7 +194,7 @@ def reports(
         path, exported = saved(family, folder / family), folder / f"{family}-new"
         for layout, names in layouts.items():
             dtype = "bfloat16" if family in BFLOAT16 else "float32"
-            spec = replace(ranks.engine_spec(path, LAYOUTS[layout], dtype), total_steps=0)
+            spec = replace(ranks.build_engine_spec(path, LAYOUTS[layout], dtype), total_steps=0)
             spec.engine.mtp_loss_coef = 0.1 * (family in DRAFTS)
             key, servers = f"{family}-{layout}", {name: SERVERS[name] for name in names}
             two.append(partial(serve_syncs, spec, servers, key, folder, exported))
@@ -214,7 +214,7 @@ def reports(
     for family, num_layers in ((f, n) for f, depths in MEASURED.items() for n in depths):
         key = f"{family}-{num_layers}"
         path = saved(family, folder / key, num_layers)
-        spec = replace(ranks.engine_spec(path, LAYOUTS["tp2"]), total_steps=0)
+        spec = replace(ranks.build_engine_spec(path, LAYOUTS["tp2"]), total_steps=0)
         single_server = {"1": SERVERS["1"]}
         two.append(partial(serve_syncs, spec, single_server, key, folder, path))
         order = serving_ranks.Order(path, path, {key: ("1",)}, {"1": False}, is_measured=True)

@@ -48,26 +48,26 @@ LAYOUTS = {
 }
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def train(path: Path, layout: Layout, batch: Batch, coef: float) -> ranks.Result:
     """Gradients of the first step by name, and the weights after two steps."""
-    engine = ranks.started_with(path, layout, {"indexer_loss_coef": coef})
-    share = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, {"indexer_loss_coef": coef})
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(share, ranks.LOSS, forward_only=False)
-    gradients = ranks.gradients(engine)
+    gradients = ranks.read_gradients(engine)
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {
         "gradients": gradients, "steps": steps, "trained": dict(engine.get_per_tensor_param())
     }  # fmt: skip
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def replay(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -> ranks.Result:
     """A log-prob pass that records keys, and two steps with those or with the keys of the batch."""
     record = {"indexer_replay": "record", "indexer_loss_coef": COEF}
-    engine = ranks.started_with(path, layout, {**settings, **record})
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine_with(path, layout, {**settings, **record})
+    rows = ranks.list_rows(engine, batch)
     share = batch.take(rows)
     box = [engine.infer_batch(share.drop_columns(PICKED_KEYS))]
     group = parallel_state.get_pipeline_model_parallel_group()
@@ -80,7 +80,7 @@ def replay(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -
         share = share.with_columns(**{PICKED_KEYS: keys})
     engine.optimizer_zero_grad()
     engine.forward_backward_batch(share, ranks.LOSS, forward_only=False)
-    gradients = ranks.gradients(engine)
+    gradients = ranks.read_gradients(engine)
     step = engine.train_batch_with_scores(share, ranks.LOSS, bounds=WIDE)
     result: ranks.Result = {
         "rows": rows,
@@ -95,10 +95,10 @@ def replay(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -
     return result
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def train_on_wrong_keys(path: Path, layout: Layout, batch: Batch) -> list[str]:
     """Return the errors of batches without keys, with keys of another model, and with late ones."""
-    engine = ranks.started_with(path, layout, {"indexer_replay": "record"})
+    engine = ranks.start_engine_with(path, layout, {"indexer_replay": "record"})
     keys = batch.jagged(PICKED_KEYS)
     late = keys.values.copy()
     late[3, 1, 0] = 4
@@ -289,7 +289,7 @@ def test_frozen_indexers_keep_their_weights_and_trained_ones_do_not(runs):
 
 def test_a_top_k_above_every_length_is_full_attention(runs):
     reference, _, _ = tiny_models.reference_scores(runs.models["all keys"], runs.batch)
-    [result] = ranks.parity(runs.paths["all keys"], Layout(), runs.batch)
+    [result] = ranks.run_parity(runs.paths["all keys"], Layout(), runs.batch)
     expected = torch.from_numpy(reference)
     torch.testing.assert_close(result["logits"], expected, rtol=0, atol=1e-5)
     sparse, _, _ = tiny_models.reference_scores(runs.models["deepseek_v32"], runs.batch)

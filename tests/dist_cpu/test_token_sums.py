@@ -190,7 +190,7 @@ def defined_weights(mode: str, chosen: torch.Tensor, rows: torch.Tensor) -> torc
     )
 
 
-@ranks.run_on_ranks()
+@ranks.spawn_on_ranks()
 def split(layout: Layout, shares: str, is_normalized_per_rank: bool = False) -> ranks.Result:
     """Of each case what this rank adds: to the sums, and to the gradients of all tokens.
 

@@ -59,7 +59,9 @@ def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         path = tiny_families.save(model, tmp_path_factory.mktemp("models") / name)
         traces[name] = engines.trace_with_hf(str(path), "float32", SEQUENCES)
         for key in layouts:
-            case = ranks.job(engines.trace_with_megatron, spec(path, LAYOUTS[key]), "", SEQUENCES)
+            case = ranks.make_job(
+                engines.trace_with_megatron, spec(path, LAYOUTS[key]), "", SEQUENCES
+            )
             jobs[LAYOUTS[key].world_size][f"{name}/{key}"] = case
     for world, cases in jobs.items():
         traces |= {n: engines.merge_traces(by) for n, by in ranks.spawn(world, cases).items()}
