@@ -16,7 +16,7 @@ MAX_FUNCTION_LINES = 80
 REASON = "Long because:"
 
 
-def python_files(root: Path) -> Iterator[Path]:
+def list_python_files(root: Path) -> Iterator[Path]:
     """Each file once: links are not followed, nor are hidden folders and builds."""
     for folder, names, files in os.walk(root):
         names[:] = sorted(n for n in names if not n.startswith(".") and n != "build")
@@ -28,7 +28,7 @@ def has_reason(node: ast.Module | ast.FunctionDef | ast.AsyncFunctionDef) -> boo
     return any(line.strip().startswith(REASON) and line.strip() != REASON for line in lines)
 
 
-def complaints(path: Path) -> Iterator[str]:
+def list_complaints(path: Path) -> Iterator[str]:
     source = path.read_text(encoding="utf-8")
     tree = ast.parse(source, filename=str(path))
     num_lines = len(source.splitlines())
@@ -46,9 +46,11 @@ def complaints(path: Path) -> Iterator[str]:
 
 
 def main(root: Path) -> int:
-    found = [complaint for path in python_files(root) for complaint in complaints(path)]
-    print("\n".join(found))
-    return 1 if found else 0
+    messages = [
+        complaint for path in list_python_files(root) for complaint in list_complaints(path)
+    ]
+    print("\n".join(messages))
+    return 1 if messages else 0
 
 
 if __name__ == "__main__":

@@ -79,18 +79,18 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lanes and groups. Lanes come first: unit tests fill the workers that are done with theirs."""
-    lanes = {item: lane_of(item) for item in items}
+    lanes = {item: find_lane(item) for item in items}
     for item, lane in lanes.items():
         if lane == "server" and item.path.parent.name != "e2e":  # whose conftest ends the servers
             raise pytest.UsageError(f"{item.nodeid}: tests with the mark server are in tests/e2e")
         if lane:
             item.add_marker(lane)
-        item.add_marker(pytest.mark.xdist_group(group_of(item, lane)))
+        item.add_marker(pytest.mark.xdist_group(choose_group(item, lane)))
     items.sort(key=lambda item: LANES.index(lanes[item]) if lanes[item] else len(LANES))
 
 
-def group_of(item: pytest.Item, lane: str | None) -> str:
-    """Tests of a group run one after the other. Jobs are three groups, each as long as a lane."""
+def choose_group(item: pytest.Item, lane: str | None) -> str:
+    """Return the xdist group of a test, whose tests run in one worker. Jobs have three."""
     if lane == "job" and item.path.name in JOBS_ON_NODES:
         return "job on nodes"
     if lane == "job" and item.path.name in JOBS_OF_TRAINERS:
@@ -98,7 +98,7 @@ def group_of(item: pytest.Item, lane: str | None) -> str:
     return lane or "/".join(item.path.parts[-2:])
 
 
-def lane_of(item: pytest.Item) -> str | None:
+def find_lane(item: pytest.Item) -> str | None:
     for lane in LANES:
         if item.get_closest_marker(lane):
             return lane

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 
-def all_but(kept: Collection[Any], cases: Iterable[Any]) -> list[Any]:
-    """For `parametrize`: `cases`, nightly but for those in `kept`. Raises for one it lacks."""
+def all_but(daily: Collection[Any], cases: Iterable[Any]) -> list[Any]:
+    """Mark cases as nightly, except the daily ones. Raises ValueError for a daily one it lacks."""
     cases = list(cases)
-    if unknown := [case for case in kept if case not in cases]:
-        raise ValueError(f"kept, but no case: {unknown}")
-    return [case if case in kept else nightly(case) for case in cases]
+    if unknown := [case for case in daily if case not in cases]:
+        raise ValueError(f"daily, but no case: {unknown}")
+    return [case if case in daily else nightly(case) for case in cases]
 
 
 def nightly(case: Any) -> Any:

@@ -54,11 +54,11 @@ def _request_instructions() -> None:
 
 
 def growth(run: Callable[[int], None], small: int, large: int) -> float:
-    """By how much more than the size operations grow: 1.0 is linear, `large / small` quadratic."""
+    """Return the growth of operations per item: 1.0 is linear, `large / small` quadratic."""
 
-    def per_item(size: int) -> float:
+    def count_per_item(size: int) -> float:
         with count_operations() as operations:
             run(size)
         return operations.num / size
 
-    return per_item(large) / per_item(small)
+    return count_per_item(large) / count_per_item(small)

@@ -62,8 +62,8 @@ class Command:
         return f"{self.page}: {self.text}"
 
 
-def commands(page: Path) -> Iterator[Command]:
-    """Of all blocks that are marked as bash."""
+def list_commands(page: Path) -> Iterator[Command]:
+    """Yield the commands of the blocks of a page that are marked as bash."""
     for language, block in FENCE.findall(page.read_text()):
         for line in block.replace("\\\n", " ").splitlines() if language == "bash" else ():
             text, _, comment = line.partition(" # ")
@@ -72,6 +72,6 @@ def commands(page: Path) -> Iterator[Command]:
                 yield Command(str(page.relative_to(ROOT)), text, "" if needs[0] else needs[2])
 
 
-def of_kind(kind: str) -> list[Command]:
-    """Commands of all pages that can run here."""
-    return [c for page in PAGES for c in commands(page) if c.kind == kind and not c.needs]
+def select_commands(kind: str) -> list[Command]:
+    """Return the commands of a kind, of all pages, that need nothing which tests lack."""
+    return [c for page in PAGES for c in list_commands(page) if c.kind == kind and not c.needs]

@@ -119,15 +119,15 @@ FAULTS = {
 
 
 def plant(folder: Path, world: World) -> dict[str, str]:
-    """Environment of all nodes; `folder` is one that they share."""
+    """Plant the faults of a world in a folder that all nodes share; return their environment."""
     if world.mounts and not can_mount():
         pytest.skip("this machine lets nobody mount a file system")
-    its = {name: value.format(folder=folder) for name, value in world.environment.items()}
+    environment = {name: value.format(folder=folder) for name, value in world.environment.items()}
     path = f"{folder / 'site'}:{ROOT}"
     if world.versions:
-        its["PYTHONPATH"] = f"{_packages(folder / 'packages', world.versions)}:{path}"
+        environment["PYTHONPATH"] = f"{_write_packages(folder / 'packages', world.versions)}:{path}"
     if world.clock_s:
-        its["LD_PRELOAD"] = str(_shifted_clock(folder, world.clock_s))
+        environment["LD_PRELOAD"] = str(_build_shifted_clock(folder, world.clock_s))
     mounts = []
     for place, options in world.mounts.items():
         there = Path(place.format(folder=folder))
@@ -138,12 +138,14 @@ def plant(folder: Path, world: World) -> dict[str, str]:
         command = ("unshare", "-Urm", "sh", "-c", " && ".join([*mounts, 'exec "$@"']), "sh")
     (folder / "site").mkdir()
     (folder / "site" / "sitecustomize.py").write_text(
-        _SITE.format(node=NODE, environment=its, open_files=world.open_files, command=command)
+        _SITE.format(
+            node=NODE, environment=environment, open_files=world.open_files, command=command
+        )
     )
     return {"PYTHONPATH": path}
 
 
-def _packages(folder: Path, versions: Mapping[str, str]) -> Path:
+def _write_packages(folder: Path, versions: Mapping[str, str]) -> Path:
     for name, version in versions.items():
         info = folder / f"{name}-{version}.dist-info"
         info.mkdir(parents=True)
@@ -151,7 +153,7 @@ def _packages(folder: Path, versions: Mapping[str, str]) -> Path:
     return folder
 
 
-def _shifted_clock(folder: Path, seconds: int) -> Path:
+def _build_shifted_clock(folder: Path, seconds: int) -> Path:
     source, library = folder / "clock.c", folder / "clock.so"
     source.write_text(_CLOCK % seconds)
     compiler = os.environ.get("CC", "cc")
@@ -172,9 +174,9 @@ class ProcessNodes:
 
     def start(self, endpoint: RendezvousEndpoint) -> None:
         for number, name in enumerate(self.nodes):
-            its = {"SLURM_NODEID": str(number), "SLURMD_NODENAME": name}
-            its |= self.by_node.get(name, {})
-            environment = self._environment | endpoint.to_environment() | its
+            variables = {"SLURM_NODEID": str(number), "SLURMD_NODENAME": name}
+            variables |= self.by_node.get(name, {})
+            environment = self._environment | endpoint.to_environment() | variables
             command = [sys.executable, "-m", entry.__name__]
             self._processes.append(subprocess.Popen(command, env=environment))
 

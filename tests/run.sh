@@ -42,7 +42,7 @@ gate 'ruff format' ruff format --check .
 gate 'import layers' lint-imports --no-cache
 gate 'sizes' python tests/check_sizes.py .
 # Names and docstrings in the words of the field.
-gate 'words' python tests/check_words.py benchmarks examples models mcore_rl
+gate 'words' python tests/check_words.py benchmarks examples models mcore_rl tests
 # shellcheck disable=SC2317  # `gate` calls it
 build_site() { bash launch/setup_env.sh docs && NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict; }
 gate 'docs site' build_site

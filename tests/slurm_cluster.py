@@ -61,7 +61,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
 
-def missing_programs() -> list[str]:
+def list_missing_programs() -> list[str]:
     return [name for name in PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
@@ -83,7 +83,11 @@ class SlurmCluster:
         # A job's ports are those of its number and attempt: apart from tests/e2e/test_launch.py's.
         first = 88 * random.randrange(1, 600) + random.randrange(12)
         conf = _CONF.format(
-            host=host, ports=_free_ports(3), folder=folder, user=getpass.getuser(), first_job=first
+            host=host,
+            ports=_find_free_ports(3),
+            folder=folder,
+            user=getpass.getuser(),
+            first_job=first,
         )
         (folder / "slurm.conf").write_text(conf)
 
@@ -153,25 +157,25 @@ class SlurmCluster:
     def processes(self, node: str | None = None) -> set[psutil.Process]:
         """All that lives on a node, its daemon and slurmstepd too; without one, in the cluster."""
         conf = self.environment["SLURM_CONF"]
-        found = {p for p in psutil.process_iter() if environ(p).get("SLURM_CONF") == conf}
+        processes = {p for p in psutil.process_iter() if environ(p).get("SLURM_CONF") == conf}
         if node:
-            found = {p for p in found if environ(p).get("SLURMD_NODENAME") == node}
+            processes = {p for p in processes if environ(p).get("SLURMD_NODENAME") == node}
             if daemon := self._daemons.get(node):
-                found.add(psutil.Process(daemon.pid))
+                processes.add(psutil.Process(daemon.pid))
         # A slurmstepd, and an agent of Ray's, writes its title over its environment.
         stepds = {p for p in psutil.process_iter() if "slurmstepd" in command_line(p)}
-        found |= {p for p in stepds if _is_parent(p, found)}
-        for stepd in found & stepds:
+        processes |= {p for p in stepds if _is_parent(p, processes)}
+        for stepd in processes & stepds:
             with contextlib.suppress(psutil.Error):
-                found |= {*stepd.children(recursive=True)}
-        return {process for process in found if lives(process)}
+                processes |= {*stepd.children(recursive=True)}
+        return {process for process in processes if lives(process)}
 
     def kill_node(self, node: str) -> None:
         """As a machine that loses power: all of it stops, so that none tells of another's end."""
         stopped: set[psutil.Process] = set()
-        while found := self.processes(node) - stopped:
-            _signal(found, signal.SIGSTOP)
-            stopped |= found
+        while running := self.processes(node) - stopped:
+            _signal(running, signal.SIGSTOP)
+            stopped |= running
         _signal(stopped, signal.SIGKILL)
         self._daemons.pop(node).wait()
 
@@ -201,13 +205,13 @@ class SlurmCluster:
         with (self.folder / "log" / (name or program)).open("ab") as log:
             self._daemons[name or program] = subprocess.Popen(
                 [path, *arguments], stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                env=_plain(self.environment), start_new_session=True,
+                env=_select_plain_environment(self.environment), start_new_session=True,
             )  # fmt: skip
 
 
-def _is_parent(process: psutil.Process, others: set[psutil.Process]) -> bool:
+def _is_parent(process: psutil.Process, processes: set[psutil.Process]) -> bool:
     with contextlib.suppress(psutil.Error):
-        return not others.isdisjoint(process.children())
+        return not processes.isdisjoint(process.children())
     return False
 
 
@@ -217,27 +221,27 @@ def _signal(processes: Iterable[psutil.Process], number: int) -> None:
             process.send_signal(number)
 
 
-def _plain(environment: Mapping[str, str]) -> dict[str, str]:
-    """Without what a test of a job has set: daemons hand it on to nobody."""
+def _select_plain_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of daemons, without those that a test has set for a job."""
     return {name: environment[name] for name in ("PATH", "SLURM_CONF")}
 
 
-def _free_ports(count: int) -> list[int]:
-    """Below those that launch scripts take."""
-    found: list[int] = []
+def _find_free_ports(count: int) -> list[int]:
+    """Return free ports below those that launch scripts use."""
+    ports: list[int] = []
     for port in random.sample(range(3000, 10000), 1000):
-        with socket.socket() as one, contextlib.suppress(OSError):
-            one.bind(("", port))
-            found.append(port)
-        if len(found) == count:
-            return found
+        with socket.socket() as listener, contextlib.suppress(OSError):
+            listener.bind(("", port))
+            ports.append(port)
+        if len(ports) == count:
+            return ports
     raise RuntimeError("no free ports between 3000 and 10000")
 
 
 @contextlib.contextmanager
-def slurm_cluster() -> Iterator[SlurmCluster]:
-    """Starts one and leaves nothing of it; skips the test on a machine without SLURM."""
-    if missing := missing_programs():
+def start_slurm_cluster() -> Iterator[SlurmCluster]:
+    """Start a cluster, and remove it at the end; skip the test on a machine without SLURM."""
+    if missing := list_missing_programs():
         pytest.skip(f"no {', '.join(missing)}: Debian has them in slurm-wlm and munge")
     folder = Path(tempfile.mkdtemp(prefix="slurm", dir="/tmp"))
     folder.chmod(0o755)

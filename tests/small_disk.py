@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 
 
-def on_small_disk(folder: Path, size: str, command: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The command, for which the empty `folder` is a file system of `size`, such as "4m".
+def build_small_disk_command(
+    folder: Path, size: str, command: Sequence[str | os.PathLike[str]]
+) -> list[str]:
+    """Return a command that runs `command` with a file system of `size` on the empty `folder`.
 
-    More options of tmpfs may follow: "4m,nr_inodes=7".
-    Others see what is in there below /proc/PID/root. The test is skipped where this is not allowed.
+    `size` is that of tmpfs, whose other options may follow: "4m,nr_inodes=7". Other processes see
+    the files below /proc/PID/root. The test is skipped where mounting is not allowed.
     """
     if not can_mount():
         pytest.skip("this machine lets nobody mount a file system")

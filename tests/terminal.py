@@ -78,17 +78,17 @@ class Screen:
             raise ValueError(f"the terminal was sent {character!r}")
 
 
-def seen_on_terminal(
+def read_terminal(
     command: Sequence[str], columns: int, variables: Mapping[str, str] | None = None
 ) -> tuple[int, list[str]]:
-    """Run a command on a terminal of so many columns; its status, and the lines of the screen."""
-    status, written = on_terminal(command, columns, variables)
+    """Run a command on a terminal; return its exit status and the lines of the screen."""
+    status, written = run_on_terminal(command, columns, variables)
     screen = Screen(columns)
     screen.feed(written)
     return status, screen.lines
 
 
-def on_terminal(
+def run_on_terminal(
     command: Sequence[str],
     columns: int = 80,
     variables: Mapping[str, str] | None = None,
@@ -96,7 +96,7 @@ def on_terminal(
     keys: str = "",
     folder: Path | None = None,
 ) -> tuple[int, str]:
-    """Run a command on a terminal, and type; its status, and what the terminal was sent."""
+    """Run a command on a terminal and type `keys`; return its exit status and its output."""
     leader, follower = pty.openpty()
     fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("4H", _ROWS, columns, 0, 0))
     environment = {**os.environ, "TERM": "xterm-256color", **(variables or {})}

@@ -46,8 +46,8 @@ def build_section(group: SettingGroup, groups: list[SettingGroup]) -> Iterator[s
         yield f"{group.about}\n\n"
     if extends:
         yield f"Has the settings of `{SHOWN_ENGINE}`, and:\n\n"
-    if others := [f"`{other.key}`" for other in repeats if other is not group]:
-        yield f"The same settings: {', '.join(others)}.\n\n"
+    if equal_groups := [f"`{other.key}`" for other in repeats if other is not group]:
+        yield f"The same settings: {', '.join(equal_groups)}.\n\n"
     yield "| Setting | Default | Meaning |\n|---|---|---|\n"
     for setting, row in zip(group.settings, rows, strict=True):
         if not (extends and row in list_rows(shown_engine)):

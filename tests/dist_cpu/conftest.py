@@ -20,4 +20,4 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     if nextitem is None or not nextitem.get_closest_marker("ranks"):
         ranks.dismiss()
     if nextitem is None or nextitem.path != item.path:
-        ranks.forget()
+        ranks.forget_results()

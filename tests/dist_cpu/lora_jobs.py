@@ -62,8 +62,8 @@ def build(model: str) -> Any:
 
 
 def lora_spec(path: Path, layout: Layout, dtype: str = "float32", **settings: Any) -> EngineSpec:
-    """As ranks.engine_spec, with adapters; `settings` are fields of EngineConfig."""
-    spec = ranks.engine_spec(path, layout, dtype)
+    """As ranks.build_engine_spec, with adapters; `settings` are fields of EngineConfig."""
+    spec = ranks.build_engine_spec(path, layout, dtype)
     model = path.name  # of its checkpoint's folder
     lora = replace(SETTINGS, targets=TARGETS[model])
     return replace(spec, engine=replace(spec.engine, **{"lora": lora} | settings))
@@ -81,30 +81,30 @@ def set_factors(engine: MegatronEngine) -> None:
         parts = []
         for run in adapter.shard.rows:
             generator = torch.Generator().manual_seed(sum(run.tensor.encode()))
-            whole = torch.randn(run.total, SETTINGS.rank, generator=generator) * 0.1
-            parts.append(whole[run.start : run.start + run.count])
+            noise = torch.randn(run.total, SETTINGS.rank, generator=generator) * 0.1
+            parts.append(noise[run.start : run.start + run.count])
         adapter.B.copy_(torch.cat(parts))
 
 
 def factors(engine: MegatronEngine) -> list[dict[str, Any]]:
     """The factors of this rank, cut at the borders of Hugging Face tensors."""
-    found = []
+    pieces = []
     for adapter in adapters(engine):
         shard = adapter.shard
         parts = adapter.B.detach().clone().split([run.count for run in shard.rows])
         for run, part in zip(shard.rows, parts, strict=True):
             a = {"A_of": shard.name, "A": adapter.A.detach().clone()}
-            at = {"first_row": run.start, "first_input": shard.first_input}
-            found.append({"tensor": run.tensor, "B": part} | a | at)
-    return found
+            offsets = {"first_row": run.start, "first_input": shard.first_input}
+            pieces.append({"tensor": run.tensor, "B": part} | a | offsets)
+    return pieces
 
 
 def scores(
     engine: MegatronEngine, batch: Batch, *, adapters: bool = True
 ) -> list[torch.Tensor] | None:
     """Log-probs of this rank's samples, on the last pipeline stage."""
-    mine = batch.take(ranks.share_of(engine, batch))
-    scored = engine.infer_batch(mine, adapters=adapters)
+    share = batch.take(ranks.list_rows(engine, batch))
+    scored = engine.infer_batch(share, adapters=adapters)
     if scored is None:
         return None
     return [torch.from_numpy(values.copy()) for values in scored.jagged("log_probs")]
@@ -125,19 +125,19 @@ def state_numel(engine: MegatronEngine) -> int:
 
 def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
     """Scores and exports before and after B is set, and two steps with what they changed."""
-    plain = scores(ranks.started(ranks.engine_spec(path, layout, dtype)), batch)
-    engine = ranks.started(lora_spec(path, layout, dtype))
+    plain = scores(ranks.start_engine(ranks.build_engine_spec(path, layout, dtype)), batch)
+    engine = ranks.start_engine(lora_spec(path, layout, dtype))
     start = {"plain": plain, "fresh": scores(engine, batch)}
     start["fresh_export"] = dict(engine.get_per_tensor_param())
     set_factors(engine)
-    mine = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     before = frozen(engine)
     result = {
-        "rows": ranks.share_of(engine, batch),
+        "rows": ranks.list_rows(engine, batch),
         "log_probs": scores(engine, batch),
         "exported": dict(engine.get_per_tensor_param()),
         "factors": factors(engine),
-        "steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)],
+        "steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)],
         "trained": dict(engine.get_per_tensor_param()),
         "trained_factors": factors(engine),
         "without_adapters": scores(engine, batch, adapters=False),
@@ -153,10 +153,10 @@ def steps(path: Path, layout: Layout, batch: Batch, **settings: Any) -> Result:
     """Two steps with other settings of the engine."""
     spec = lora_spec(path, layout)
     spec = replace(spec, engine=replace(spec.engine, **settings))
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     set_factors(engine)
-    mine = batch.take(ranks.share_of(engine, batch))
-    taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.list_rows(engine, batch))
+    taken = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param())}
 
 
@@ -171,7 +171,7 @@ def selective_recompute(path: Path, layout: Layout, batch: Batch) -> Result:
 
 def overlapped(path: Path, layout: Layout, batch: Batch) -> Result:
     """The sharded optimizer, with communication behind the computation."""
-    optimizer = ranks.engine_spec(path, layout).engine.optimizer
+    optimizer = ranks.build_engine_spec(path, layout).engine.optimizer
     sharded = replace(optimizer, distributed=True, overlap=True)
     return steps(path, layout, batch, optimizer=sharded)
 
@@ -183,12 +183,12 @@ def experts_only(path: Path, layout: Layout, batch: Batch) -> Result:
 
 def resume(path: Path, layout: Layout, batch: Batch, folder: Path, dtype: str) -> Result:
     """Four steps in one go, and two, a checkpoint, and two more in a new engine."""
-    engine = ranks.started(lora_spec(path, layout, dtype))
+    engine = ranks.start_engine(lora_spec(path, layout, dtype))
     set_factors(engine)
-    mine = batch.take(ranks.share_of(engine, batch))
-    taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.list_rows(engine, batch))
+    taken = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(folder)
-    taken += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    taken += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     other = resumed(path, layout, batch, folder, dtype)
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param()), "resumed": other}
 
@@ -206,12 +206,12 @@ def resumed(
     """
     spec = lora_spec(path, layout, dtype)
     optimizer = replace(spec.engine.optimizer, distributed=saved_again is not None)
-    engine = ranks.started(replace(spec, engine=replace(spec.engine, optimizer=optimizer)))
+    engine = ranks.start_engine(replace(spec, engine=replace(spec.engine, optimizer=optimizer)))
     engine.load_checkpoint(folder)
     if saved_again is not None:
         engine.save_checkpoint(saved_again)
-    mine = batch.take(ranks.share_of(engine, batch))
-    taken = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.list_rows(engine, batch))
+    taken = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": taken, "trained": dict(engine.get_per_tensor_param())}
 
 
@@ -220,9 +220,9 @@ def refusals(path: Path, layout: Layout, folder: Path) -> Result:
     from mcore_rl.config.errors import ConfigError
 
     messages = []
-    other = ranks.started(lora_spec(path, layout, lora=replace(SETTINGS, alpha=16.0)))
+    other = ranks.start_engine(lora_spec(path, layout, lora=replace(SETTINGS, alpha=16.0)))
     wrong = lora_spec(path, layout, lora=replace(SETTINGS, targets=["linear_qkv", "q_proj"]))
-    for act in (lambda: other.load_checkpoint(folder), lambda: ranks.started(wrong)):
+    for act in (lambda: other.load_checkpoint(folder), lambda: ranks.start_engine(wrong)):
         try:
             act()
         except ConfigError as error:
@@ -232,14 +232,14 @@ def refusals(path: Path, layout: Layout, folder: Path) -> Result:
 
 def formed_weights(path: Path, layout: Layout, batch: Batch) -> Result:
     """In bfloat16: the weights that forward calls ran on, against those of an export."""
-    engine = ranks.started(lora_spec(path, layout, "bfloat16"))
+    engine = ranks.start_engine(lora_spec(path, layout, "bfloat16"))
     set_factors(engine)
     formed: dict[str, torch.Tensor] = {}
     for name, adapter in engine.chunks[0].lora.items():
         adapter.register_forward_hook(
             lambda module, args, output, name=name: formed.__setitem__(name, output.clone())
         )
-    engine.infer_batch(batch.take(ranks.share_of(engine, batch)))
+    engine.infer_batch(batch.take(ranks.list_rows(engine, batch)))
     used = dict(formed)
     formed.clear()
     list(engine.get_per_tensor_param())

@@ -19,9 +19,9 @@ FOREIGN_ROWS = 256  # of the vocabulary's 131, padded as Megatron-LM pads: to a 
 
 
 def engine_for_inference(path: Path, layout: Layout, coef: float = 0.0) -> Any:
-    spec = replace(ranks.engine_spec(path, layout), total_steps=0)
+    spec = replace(ranks.build_engine_spec(path, layout), total_steps=0)
     spec.engine.mtp_loss_coef = coef
-    return ranks.started(spec)
+    return ranks.start_engine(spec)
 
 
 def save(path: Path, layout: Layout, to: Path, coef: float = 0.0) -> ranks.Result:
@@ -46,7 +46,7 @@ def load(path: Path, layout: Layout, source: Path, coef: float = 0.0) -> ranks.R
 
 
 def refused_training(path: Path, source: Path) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, Layout()))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, Layout()))
     try:
         engine.load_checkpoint(source)
     except ConfigError as error:
@@ -75,10 +75,10 @@ def moments(path: Path, batch: Batch, source: Path, distributed: bool) -> ranks.
 
 
 def _trained(path: Path, batch: Batch, coef: float, *, distributed: bool) -> Any:
-    spec = ranks.engine_spec(path, Layout())
+    spec = ranks.build_engine_spec(path, Layout())
     spec.engine.mtp_loss_coef = coef
     spec.engine.optimizer.distributed = distributed
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     for _ in range(2):
         engine.train_batch(batch, ranks.LOSS)
     return engine
@@ -86,19 +86,19 @@ def _trained(path: Path, batch: Batch, coef: float, *, distributed: bool) -> Any
 
 def _moments(engine: Any) -> dict[str, torch.Tensor]:
     """Adam's first moments by parameter, of an engine on one rank."""
-    found = {}
+    moments = {}
     for part in engine.optimizer.chained_optimizers:
         sharded = hasattr(part, "model_param_group_index_map")
-        mine = part.model_param_group_index_map if sharded else part.optimizer.state
+        optimized = part.model_param_group_index_map if sharded else part.optimizer.state
         for name, parameter in engine.chunks[0].named_parameters():
-            if parameter in mine:
+            if parameter in optimized:
                 state = (
                     part._get_main_param_and_optimizer_states(parameter)
                     if sharded
                     else part.optimizer.state[parameter]
                 )
-                found[name] = state["exp_avg"].flatten().clone()
-    return found
+                moments[name] = state["exp_avg"].flatten().clone()
+    return moments
 
 
 def megatron_saves(path: Path, to: Path, stacked: bool) -> ranks.Result:
@@ -117,19 +117,19 @@ def megatron_saves(path: Path, to: Path, stacked: bool) -> ranks.Result:
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     engine = engine_for_inference(path, Layout())
-    [ours] = engine.chunks
-    config = replace(ours.config, moe_layer_freq=1)
+    [chunk] = engine.chunks
+    config = replace(chunk.config, moe_layer_freq=1)
     spec = get_gpt_layer_with_transformer_engine_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=True,
         qk_layernorm=config.qk_layernorm,
     )
-    tied = ours.share_embeddings_and_output_weights
+    tied = chunk.share_embeddings_and_output_weights
     model = GPTModel(
         config, spec, FOREIGN_ROWS, 256, position_embedding_type="rope",
         share_embeddings_and_output_weights=tied,
     )  # fmt: skip
-    model.load_state_dict({n: _padded(n, t) for n, t in ours.state_dict().items()})
+    model.load_state_dict({n: _padded(n, t) for n, t in chunk.state_dict().items()})
     wrapped = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
     optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3, min_lr=0.0), [wrapped])
     metadata = {"non_homogeneous_layers": not stacked, "chained_optim_avoid_prefix": True}

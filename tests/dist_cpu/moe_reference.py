@@ -74,13 +74,15 @@ def run(
 def loads(model: Any, batch: Batch) -> dict[int, torch.Tensor]:
     """By layer, [experts]: how often the tokens of the batch chose each."""
     num_experts = next(iter(gates(model).values())).weight.shape[0]
-    found = {layer: torch.zeros(num_experts, dtype=torch.float64) for layer in gates(model)}
+    loads_by_layer = {
+        layer: torch.zeros(num_experts, dtype=torch.float64) for layer in gates(model)
+    }
     for row in range(len(batch)):
         with torch.no_grad():
             _, seen = run(model, batch, row)
         for layer, (_, chosen) in seen.items():
-            found[layer] += torch.bincount(chosen.flatten(), minlength=num_experts)
-    return found
+            loads_by_layer[layer] += torch.bincount(chosen.flatten(), minlength=num_experts)
+    return loads_by_layer
 
 
 def balance(
@@ -99,8 +101,8 @@ def balance(
             seen = [torch.cat([every[r][layer][0] for r in rows]) for rows in of_ranks if rows]
             chosen = [counts(logits, gate.top_k) for logits in seen]
             so_far = so_far + sum(chosen)
-            for logits, own in zip(seen, chosen, strict=True):
-                taken = so_far if is_global else own
+            for logits, count in zip(seen, chosen, strict=True):
+                taken = so_far if is_global else count
                 shares = taken / taken.sum()
                 total = total + len(shares) * (scores(model, logits) * shares).sum()
     mean = total / int(batch.num_tokens.sum())
@@ -124,15 +126,15 @@ def counts(logits: torch.Tensor, topk: int) -> torch.Tensor:
 
 
 def last_stages(by_rank: list[dict[str, Any]], layout: Layout) -> list[dict[str, Any]]:
-    found = [result for result in by_rank if "loss" in result["steps"][0]]
-    assert len(found) == layout.world_size // layout.pp
-    return found
+    results = [result for result in by_rank if "loss" in result["steps"][0]]
+    assert len(results) == layout.world_size // layout.pp
+    return results
 
 
-def same_steps(by_rank: list[dict[str, Any]], one: dict[str, Any], layout: Layout) -> None:
+def same_steps(by_rank: list[dict[str, Any]], reference: dict[str, Any], layout: Layout) -> None:
     for result in by_rank:
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-5)
+        for step, expected in zip(result["steps"], reference["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
     for result in last_stages(by_rank, layout):
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=2e-6)
+        for step, expected in zip(result["steps"], reference["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=2e-6)

@@ -33,26 +33,26 @@ def engine_of(
     small_buckets: bool = False,
     **optimizer: Any,
 ) -> MegatronEngine:
-    """An engine with other optimizer settings than ranks.engine_spec; several micro-batches.
+    """An engine with other optimizer settings than ranks.build_engine_spec; several micro-batches.
 
     With small_buckets, gradient buffers of a tiny model have several buckets, as those of a large
     model do; Megatron's own buckets have at least 40 million elements.
     """
-    spec = ranks.engine_spec(path, layout, dtype)
+    spec = ranks.build_engine_spec(path, layout, dtype)
     spec.engine.optimizer.lr = lr
     for name, value in optimizer.items():
         setattr(spec.engine.optimizer, name, value)
     spec.engine.megatron = {"bucket_size": BUCKET_NUMEL} if small_buckets else {}
-    return ranks.started(spec)
+    return ranks.start_engine(spec)
 
 
-def mine(engine: MegatronEngine, batch: Batch) -> Batch:
-    return batch.take(ranks.share_of(engine, batch))
+def take_share(engine: MegatronEngine, batch: Batch) -> Batch:
+    return batch.take(ranks.list_rows(engine, batch))
 
 
 def scores(engine: MegatronEngine, batch: Batch) -> dict[int, torch.Tensor]:
     """Log-probs by row of the whole batch, on the last pipeline stage."""
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows))
     if scored is None:
         return {}
@@ -65,7 +65,7 @@ def scores(engine: MegatronEngine, batch: Batch) -> dict[int, torch.Tensor]:
 def steps_with_reads_between(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:
     """Two steps; weights and scores read right after each, in either order."""
     engine = engine_of(path, layout, **optimizer)
-    share = mine(engine, batch)
+    share = take_share(engine, batch)
     first = engine.train_batch(share, ranks.LOSS)
     exported = dict(engine.get_per_tensor_param())
     second = engine.train_batch(share, ranks.LOSS)
@@ -90,7 +90,7 @@ def step_that_clips(path: Path, layout: Layout, batch: Batch, clip_grad: float) 
         path, layout, clip_grad=clip_grad, beta1=0.0, beta2=0.0, eps=1.0, weight_decay=0.0, lr=1.0
     )
     before = dict(engine.get_per_tensor_param())
-    step = engine.train_batch(mine(engine, batch), ranks.LOSS)
+    step = engine.train_batch(take_share(engine, batch), ranks.LOSS)
     after = dict(engine.get_per_tensor_param())
     return {"step": step, "update": {name: after[name] - before[name] for name in after}}
 
@@ -98,7 +98,7 @@ def step_that_clips(path: Path, layout: Layout, batch: Batch, clip_grad: float) 
 def save(path: Path, layout: Layout, batch: Batch, to: Path, **optimizer: Any) -> Result:
     """Two steps, a checkpoint (and how many children it leaves), two steps more."""
     engine = engine_of(path, layout, **optimizer)
-    share = mine(engine, batch)
+    share = take_share(engine, batch)
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     saved = dict(engine.get_per_tensor_param())
     before = multiprocessing.active_children()  # Megatron's own writer, in other tests, keeps one
@@ -112,7 +112,7 @@ def save(path: Path, layout: Layout, batch: Batch, to: Path, **optimizer: Any) -
 def resume(path: Path, layout: Layout, batch: Batch, source: Path, **optimizer: Any) -> Result:
     """A new engine, a step that must be forgotten, the checkpoint, two steps."""
     engine = engine_of(path, layout, **optimizer)
-    share = mine(engine, batch)
+    share = take_share(engine, batch)
     engine.train_batch(share, ranks.LOSS)
     engine.load_checkpoint(source)
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
@@ -156,12 +156,12 @@ def adam(path: Path, batch: Batch) -> Result:
     settings = {"beta1": 0.8, "beta2": 0.9, "eps": 1e-3, "weight_decay": 0.1, "clip_grad": 0.5}
     engine = engine_of(path, Layout(), lr=1e-2, **settings)
     [chunk] = engine.chunks
-    theirs = dict(chunk.named_parameters())
-    ours = {name: p.detach().clone().requires_grad_() for name, p in theirs.items()}
+    parameters = dict(chunk.named_parameters())
+    copies = {name: p.detach().clone().requires_grad_() for name, p in parameters.items()}
     plain = torch.optim.AdamW(
         [
-            {"params": [p for p in ours.values() if p.dim() > 1], "weight_decay": 0.1},
-            {"params": [p for p in ours.values() if p.dim() == 1], "weight_decay": 0.0},
+            {"params": [p for p in copies.values() if p.dim() > 1], "weight_decay": 0.1},
+            {"params": [p for p in copies.values() if p.dim() == 1], "weight_decay": 0.0},
         ],
         betas=(0.8, 0.9),
         eps=1e-3,
@@ -170,20 +170,20 @@ def adam(path: Path, batch: Batch) -> Result:
     for _ in range(3):
         engine.optimizer_zero_grad()
         engine.forward_backward_batch(batch, ranks.LOSS, forward_only=False)
-        for name, parameter in theirs.items():
-            ours[name].grad = parameter.main_grad.detach().clone()
-        norm = torch.nn.utils.clip_grad_norm_(list(ours.values()), 0.5)
+        for name, parameter in parameters.items():
+            copies[name].grad = parameter.main_grad.detach().clone()
+        norm = torch.nn.utils.clip_grad_norm_(list(copies.values()), 0.5)
         lr = engine.lr_scheduler_step()
         for group in plain.param_groups:
             group["lr"] = lr
         plain.step()
         norms.append((engine.optimizer_step(), float(norm)))
-    gaps = {name: float((p - ours[name]).abs().max()) for name, p in theirs.items()}
+    gaps = {name: float((p - copies[name]).abs().max()) for name, p in parameters.items()}
     decays = {
         name: group["weight_decay"]
         for group in engine.optimizer.param_groups
-        for name, parameter in theirs.items()
-        if any(parameter is one for one in group["params"])
+        for name, parameter in parameters.items()
+        if any(parameter is member for member in group["params"])
     }
     kinds = [type(part.optimizer).__name__ for part in engine.optimizer.chained_optimizers]
     return {"norms": norms, "gaps": gaps, "decays": decays, "kinds": kinds}
@@ -192,7 +192,7 @@ def adam(path: Path, batch: Batch) -> Result:
 def not_a_number(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:
     """A step whose gradients are NaN on the last data-parallel rank only."""
     engine = engine_of(path, layout, **optimizer)
-    share = mine(engine, batch)
+    share = take_share(engine, batch)
     engine.train_batch(share, ranks.LOSS)
     before = dict(engine.get_per_tensor_param())
     if engine.mesh.get_coordinate(engine.world_rank).dp_rank == layout.dp - 1:
@@ -210,7 +210,7 @@ def not_a_number(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> 
     following = engine.train_batch(share, ranks.LOSS)
     return {
         "message": message,
-        "skipped": [(one["num_skipped_steps"], one["grad_norm"]) for one in skipped],
+        "skipped": [(metrics["num_skipped_steps"], metrics["grad_norm"]) for metrics in skipped],
         "advanced": advanced,
         "kept": all(torch.equal(before[name], after[name]) for name in before),
         "following": following,
@@ -222,7 +222,7 @@ def memory(path: Path, layout: Layout, batch: Batch, dtype: str, **optimizer: An
     engine = engine_of(path, layout, dtype, **optimizer)
     start = asdict(engine.memory_report())
     buffers = [b for chunk in engine.chunks for b in chunk.buffers()]  # counters of routers
-    share = mine(engine, batch)
+    share = take_share(engine, batch)
     engine.train_batch(share, ranks.LOSS)
     engine.optimizer_zero_grad()
     stepped = asdict(engine.memory_report())
@@ -243,7 +243,7 @@ def memory(path: Path, layout: Layout, batch: Batch, dtype: str, **optimizer: An
 def closed(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:
     """What is left of a closed engine that has trained."""
     engine = engine_of(path, layout, **optimizer)
-    engine.train_batch(mine(engine, batch), ranks.LOSS)
+    engine.train_batch(take_share(engine, batch), ranks.LOSS)
     watched = {
         "parameter": weakref.ref(next(engine.chunks[0].parameters())),
         "gradient buffers": weakref.ref(engine.wrapped_chunks[0]),
@@ -258,7 +258,7 @@ def saved_before_the_first_step(path: Path, layout: Layout, batch: Batch, to: Pa
     """Two steps of the engine that saved, and of one that resumed from there."""
     engine = engine_of(path, layout, distributed=True)
     engine.save_checkpoint(to)
-    share = mine(engine, batch)
+    share = take_share(engine, batch)
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     other = engine_of(path, layout, distributed=True)
     other.train_batch(share, ranks.LOSS)
@@ -268,13 +268,13 @@ def saved_before_the_first_step(path: Path, layout: Layout, batch: Batch, to: Pa
 
 def inference_reads(path: Path, layout: Layout, batch: Batch, source: Path) -> Result:
     """Weights that an engine without an optimizer took from a training checkpoint."""
-    spec = replace(ranks.engine_spec(path, layout), total_steps=0)
-    engine = ranks.started(spec)
+    spec = replace(ranks.build_engine_spec(path, layout), total_steps=0)
+    engine = ranks.start_engine(spec)
     engine.load_checkpoint(source)
     return {"weights": dict(engine.get_per_tensor_param()), "scores": scores(engine, batch)}
 
 
 def weights_only(path: Path, to: Path) -> Result:
-    engine = ranks.started(replace(ranks.engine_spec(path, Layout()), total_steps=0))
+    engine = ranks.start_engine(replace(ranks.build_engine_spec(path, Layout()), total_steps=0))
     engine.save_checkpoint(to)
     return {"scheduled": engine.schedule is not None}

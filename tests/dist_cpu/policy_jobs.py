@@ -23,27 +23,27 @@ LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.3))
 
 def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Scores, whole gradients by Hugging Face name, and the metrics of an optimizer step."""
-    worker = ModelWorker(ranks.engine_spec(path, layout), LOSS)
+    worker = ModelWorker(ranks.build_engine_spec(path, layout), LOSS)
     worker.initialize()
     engine = worker._engine
     ranks._STARTED.append(engine)
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = worker.compute_log_probs(mine, temperature=TEMPERATURE)
-    found: ranks.Result = {"metrics": worker.update(mine, temperature=TEMPERATURE)[0]}
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = worker.compute_log_probs(share, temperature=TEMPERATURE)
+    result: ranks.Result = {"metrics": worker.update(share, temperature=TEMPERATURE)[0]}
     if scored is not None:
         for name in ("log_probs", "entropy"):
             column = scored.jagged(name)
-            found[name] = {row: column[i].tolist() for i, row in enumerate(rows)}
-    return found
+            result[name] = {row: column[i].tolist() for i, row in enumerate(rows)}
+    return result
 
 
 def gradients(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Of a loss at a temperature, whole and by Hugging Face name, on rank 0."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
-    mine = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(mine, LOSS, forward_only=False, temperature=TEMPERATURE)
+    engine.forward_backward_batch(share, LOSS, forward_only=False, temperature=TEMPERATURE)
     with torch.no_grad():  # they are laid out as the weights are, and so is their export
         for chunk in engine.chunks:
             for parameter in chunk.parameters():
@@ -66,8 +66,8 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
         yield lambda step, metrics: losses.append(metrics["loss"])
 
     output: Any = SimpleNamespace(folder=folder, progress=progress)
-    with ExitStack() as kept:
-        rl._warm_start(config, batch, output, _Pools(), kept)
+    with ExitStack() as stack:
+        rl._warm_start(config, batch, output, _Pools(), stack)
     return {"losses": losses}
 
 

@@ -44,8 +44,8 @@ World = tuple[int, RendezvousEndpoint | None]  # how many ranks, and where they 
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1))
 
 
-class OnRanks:
-    """A function of a test file whose calls run on ranks; `on_ranks` makes it."""
+class RankFunction:
+    """A function of a test file whose calls run on ranks, as `spawn_on_ranks` decorates it."""
 
     def __init__(self, body: Callable[..., Result], size: int | None) -> None:
         self._body, self._size = body, size
@@ -63,39 +63,39 @@ class OnRanks:
         return _RESULTS[key]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _of_module, (self.__module__, self.__name__)
+        return _load_from_module, (self.__module__, self.__name__)
 
 
-def _of_module(module: str, name: str) -> OnRanks:
-    found: OnRanks = getattr(importlib.import_module(module), name)
-    return found
+def _load_from_module(module: str, name: str) -> RankFunction:
+    function: RankFunction = getattr(importlib.import_module(module), name)
+    return function
 
 
 _RESULTS: dict[bytes, list[Result]] = {}  # by function and arguments
 _is_rank = False  # this process
 
 
-def on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], OnRanks]:
-    """Decorates the body that ranks run: a call gives what each of them returned, by rank.
+def spawn_on_ranks(size: int | None = None) -> Callable[[Callable[..., Result]], RankFunction]:
+    """Decorate a function that ranks run: a call returns the results of all ranks, by rank.
 
-        @on_ranks(2)
+        @spawn_on_ranks(2)
         def exported(path: Path, layout: Layout) -> Result:
-            engine = started(engine_spec(path, layout))
+            engine = start_engine(build_engine_spec(path, layout))
             return dict(engine.get_per_tensor_param())
 
-    On `size` ranks; without it on as many as the argument `layout` has. An assertion that fails in
-    the body fails the test. Tests of one file share results: a call with equal arguments does not
-    run again, and nobody may change what it gave. Called on a rank it is the body.
+    It runs on `size` ranks, or without it on as many as the argument `layout` has. A failed
+    assertion in it fails the test. Tests of one file share results: a call with equal arguments
+    does not run again, and no test may change a result. On a rank a call runs the function itself.
     """
-    return lambda body: OnRanks(body, size)
+    return lambda body: RankFunction(body, size)
 
 
-def forget() -> None:
-    """The results of functions on ranks."""
+def forget_results() -> None:
+    """Drop the results of functions on ranks."""
     _RESULTS.clear()
 
 
-def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpec:
+def build_engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpec:
     settings = EngineConfig(
         layout=layout,
         optimizer=OptimizerConfig(lr=1e-3, beta2=0.98, weight_decay=0.01, warmup_steps=2),
@@ -109,68 +109,68 @@ def engine_spec(path: Path, layout: Layout, dtype: str = "float32") -> EngineSpe
 _STARTED: list[MegatronEngine] = []
 
 
-def started(spec: EngineSpec, kind: Callable[..., Any] = MegatronEngine) -> Any:
-    """An engine that is closed when the job ends."""
+def start_engine(spec: EngineSpec, kind: Callable[..., Any] = MegatronEngine) -> Any:
+    """Start an engine, which is closed when the job ends."""
     engine = kind(spec)
     engine.initialize()
     _STARTED.append(engine)
     return engine
 
 
-def started_with(path: Path, layout: Layout, settings: Settings) -> MegatronEngine:
-    """Where an engine differs from the usual one, by dotted name."""
-    spec = engine_spec(path, layout)
+def start_engine_with(path: Path, layout: Layout, settings: Settings) -> MegatronEngine:
+    """Start an engine with other settings than the usual ones, by dotted name."""
+    spec = build_engine_spec(path, layout)
     for key, value in settings.items():
-        at: Any = spec.engine
+        config: Any = spec.engine
         *groups, leaf = key.split(".")
         for group in groups:
-            at = getattr(at, group)
-        setattr(at, leaf, value)
-    engine: MegatronEngine = started(spec)
+            config = getattr(config, group)
+        setattr(config, leaf, value)
+    engine: MegatronEngine = start_engine(spec)
     return engine
 
 
-def share_of(engine: MegatronEngine, batch: Batch) -> list[int]:
-    """This rank's rows: an uneven share, so that ranks differ in samples and tokens."""
+def list_rows(engine: MegatronEngine, batch: Batch) -> list[int]:
+    """Return this rank's rows: an uneven share, so that ranks differ in samples and tokens."""
     dp, rank = engine.layout.dp, engine.mesh.get_coordinate(engine.world_rank).dp_rank
     cuts = np.linspace(0, len(batch), dp + 1).astype(int)
     cuts[1:-1] += 1
     return list(range(cuts[rank], cuts[rank + 1]))
 
 
-def gradients(engine: Any) -> dict[str, torch.Tensor]:
-    """By Hugging Face name: they are laid out as the weights are, and so is their export."""
+def read_gradients(engine: Any) -> dict[str, torch.Tensor]:
+    """Return gradients by Hugging Face name: their layout is that of the weights."""
     parameters = [p for chunk in engine.chunks for p in chunk.parameters()]
     before = [p.detach().clone() for p in parameters]
     with torch.no_grad():
         for parameter in parameters:
             parameter.copy_(parameter.main_grad if parameter.requires_grad else torch.zeros(()))
-        found = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
+        by_name = {name: tensor.clone() for name, tensor in engine.get_per_tensor_param()}
         for parameter, weight in zip(parameters, before, strict=True):
             parameter.copy_(weight)
-    return found
+    return by_name
 
 
-@on_ranks()
-def parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
-    """Scores, logits, export, and two optimizer steps with the weights after them."""
-    engine = started(engine_spec(path, layout, dtype))
-    rows = share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine)
+@spawn_on_ranks()
+def run_parity(path: Path, layout: Layout, batch: Batch, dtype: str = "float32") -> Result:
+    """Return scores, logits, the export, and two optimizer steps with the weights after them."""
+    engine = start_engine(build_engine_spec(path, layout, dtype))
+    rows = list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share)
     return {
         "rows": rows,
         "log_probs": [torch.from_numpy(r.copy()) for r in scored.jagged("log_probs")],
         "entropy": [torch.from_numpy(r.copy()) for r in scored.jagged("entropy")],
-        "logits": full_logits(engine, mine),
+        "logits": compute_full_logits(engine, share),
         "exported": dict(engine.get_per_tensor_param()),
-        "steps": [engine.train_batch(mine, LOSS) for _ in range(2)],
+        "steps": [engine.train_batch(share, LOSS) for _ in range(2)],
         "trained": dict(engine.get_per_tensor_param()),
     }
 
 
-def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
-    """[response tokens, vocabulary] of the whole batch; the engine itself never makes them."""
+def compute_full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
+    """Return [response tokens, vocabulary] of the batch; the engine itself never makes them."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
@@ -189,26 +189,26 @@ def full_logits(engine: MegatronEngine, batch: Batch) -> torch.Tensor:
         states = select_hidden_states(model.config, output, micro.hidden_rows)
         logits = states @ model.head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
-        whole = gather_from_tensor_model_parallel_region(logits, group=group)
-    whole = whole[:, : engine.hf_config["vocab_size"]]
-    logits = gather_column(micro, whole, get_context_group())
+        all_logits = gather_from_tensor_model_parallel_region(logits, group=group)
+    all_logits = all_logits[:, : engine.hf_config["vocab_size"]]
+    logits = gather_column(micro, all_logits, get_context_group())
     lengths = batch.jagged("response_ids").lengths[micro.rows].tolist()
     by_row = dict(zip(micro.rows, logits.split(lengths), strict=True))
     return torch.cat([by_row[row] for row in sorted(by_row)])
 
 
-@on_ranks()
+@spawn_on_ranks()
 def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> Result:
-    """Four steps in one go, and two, a checkpoint, and two more in a new engine."""
-    engine = started(engine_spec(path, layout))
-    mine = batch.take(share_of(engine, batch))
-    steps = [engine.train_batch(mine, LOSS) for _ in range(2)]
+    """Take four steps in one engine, and the last two again in a new one from a checkpoint."""
+    engine = start_engine(build_engine_spec(path, layout))
+    share = batch.take(list_rows(engine, batch))
+    steps = [engine.train_batch(share, LOSS) for _ in range(2)]
     engine.save_checkpoint(folder / "checkpoint")
-    steps += [engine.train_batch(mine, LOSS) for _ in range(2)]
+    steps += [engine.train_batch(share, LOSS) for _ in range(2)]
     trained = dict(engine.get_per_tensor_param())
-    other = started(engine_spec(path, layout))
+    other = start_engine(build_engine_spec(path, layout))
     other.load_checkpoint(folder / "checkpoint")
-    resumed = [other.train_batch(mine, LOSS) for _ in range(2)]
+    resumed = [other.train_batch(share, LOSS) for _ in range(2)]
     return {
         "steps": steps,
         "resumed": resumed,
@@ -227,7 +227,7 @@ def _run_all(jobs: Mapping[str, Job]) -> Result:
 
 
 def _import_engine() -> None:
-    """All that engines import, before the first is made: the collector runs at each layout."""
+    """Import all that engines need before the first starts: the collector runs at each layout."""
     device.install(1)
     from mcore_rl.engine.megatron import (  # noqa: F401
         lora,
@@ -241,7 +241,7 @@ def _import_engine() -> None:
 
 
 def _serve(rank: int, orders: Connection) -> None:
-    """A rank that runs what it is sent until one job fails or the parent hangs up."""
+    """Run the jobs that this rank is sent, until one fails or the parent closes the connection."""
     global _is_rank
     _is_rank = True
     skip_gc_at_exit()
@@ -254,11 +254,11 @@ def _serve(rank: int, orders: Connection) -> None:
             order = orders.recv()
         if order is None:
             break
-        wanted, jobs, file = order
-        if wanted != world:
+        next_world, jobs, file = order
+        if next_world != world:
             _leave_world()
-            _set_environment(rank, wanted)
-            world = wanted
+            _set_environment(rank, next_world)
+            world = next_world
         try:
             torch.save(_run_all(jobs), file)
         except BaseException:
@@ -276,7 +276,7 @@ def _set_environment(rank: int, world: World) -> None:
 
 
 def _leave_world() -> None:
-    """The groups of a world that others have left are of no use."""
+    """Leave the groups of the last world, which other ranks leave too."""
     if torch.distributed.is_initialized():
         from mcore_rl.parallel.groups import leave_groups  # imports Megatron
 
@@ -289,13 +289,13 @@ class _Rank:
 
     def __init__(self, rank: int) -> None:
         context = mp.get_context("spawn")
-        self.orders, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(rank, theirs))
+        self.orders, connection = context.Pipe()
+        self.process = context.Process(target=_serve, args=(rank, connection))
         self.process.start()
-        theirs.close()
+        connection.close()
 
-    def answer(self) -> str | None:
-        """What went wrong."""
+    def receive_report(self) -> str | None:
+        """Wait for the end of the jobs; return the error, None for none."""
         try:
             report: str | None = self.orders.recv()
         except EOFError:
@@ -310,9 +310,9 @@ _world: World = (0, None)
 
 
 def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
-    """Run every job on `size` ranks; the results of each job by rank.
+    """Run every job on `size` ranks; return the results of each job by rank.
 
-    Raises AssertionError with what the first failing rank had to say.
+    Raises AssertionError with the report of the first rank that fails.
     """
     global _world
     while len(_RANKS) < size:
@@ -322,15 +322,15 @@ def spawn(size: int, jobs: Mapping[str, Job]) -> dict[str, list[Result]]:
         _rendezvous.append(RendezvousServer("127.0.0.1"))
         _world = size, _rendezvous[0].endpoint
     try:
-        by_rank = _results(_RANKS[:size], jobs)
+        by_rank = _collect_results(_RANKS[:size], jobs)
     except BaseException:  # the other ranks may wait for ever
         dismiss(kill=True)
         raise
     return {name: [results[name] for results in by_rank] for name in jobs}
 
 
-def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
-    """Of all jobs, by rank."""
+def _collect_results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
+    """Send jobs to ranks; return the results of all jobs, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder, f"{rank}.pt") for rank in range(len(by_rank))]
         for rank, file in zip(by_rank, files, strict=True):
@@ -339,7 +339,7 @@ def _results(by_rank: Sequence[_Rank], jobs: Mapping[str, Job]) -> list[Result]:
         while waiting:
             for orders in wait(list(waiting)):
                 assert isinstance(orders, Connection)
-                if report := waiting.pop(orders).answer():
+                if report := waiting.pop(orders).receive_report():
                     raise AssertionError(report)
         return [torch.load(file, weights_only=True) for file in files]
 
@@ -388,5 +388,5 @@ def _close_rendezvous() -> None:
 atexit.register(dismiss)  # or they would be waited for
 
 
-def job(function: Callable[..., Result], *args: Any) -> Job:
+def make_job(function: Callable[..., Result], *args: Any) -> Job:
     return partial(function, *args)

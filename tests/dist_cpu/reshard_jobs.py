@@ -47,23 +47,23 @@ def sides(
 def filled(side: Side, rank: int, read: Callable[[Block], torch.Tensor]) -> dict[str, torch.Tensor]:
     """A rank's parameters as the rules say; NaN where they say nothing: padding."""
     engine_ranks, weights = side
-    found = {}
+    parameters = {}
     for weight, shard in held(engine_ranks, weights, rank):
         local = torch.full(weight.rule.get_local_shape(shard), torch.nan)
         for block in weight.rule.get_blocks(shard):
             local[block.local_slices] = read(block)
-        found[engine_ranks.get_local_name(weight)] = local
-    return found
+        parameters[engine_ranks.get_local_name(weight)] = local
+    return parameters
 
 
 def held(engine_ranks: Ranks, weights: tuple[Weight, ...], rank: int) -> list[tuple[Weight, Shard]]:
-    found = []
+    shards = []
     for weight in weights:
         holders = engine_ranks.get_holders(weight)
         index = next((n for n, members in enumerate(holders) if rank in members), None)
         if index is not None:
-            found.append((weight, Shard(index, len(holders))))
-    return found
+            shards.append((weight, Shard(index, len(holders))))
+    return shards
 
 
 @dataclass
@@ -81,22 +81,22 @@ def sync(
     exchange: Exchange, memory: Memory, weights: LocalWeights, served: Side, rank: int | None
 ) -> Result:
     """What arrives, in parameters that are NaN before, with every checksum right."""
-    found = {}
+    parameters = {}
     if rank is not None:
-        found = filled(served, rank, lambda block: torch.tensor(torch.nan))
+        parameters = filled(served, rank, lambda block: torch.tensor(torch.nan))
     for bucket in exchange.run(weights, memory.allocate, lambda name: True):
         for box in bucket:
             [checksum] = compute_checksums([(box.data, box.data.dtype)]).tolist()
             assert box.checksum == checksum, box
-            at = zip(box.offset, box.data.shape, strict=True)
-            target = found[box.target]
+            ranges = zip(box.offset, box.data.shape, strict=True)
+            target = parameters[box.target]
             if box.data.dtype != target.dtype and not target.isfinite().any():
-                target = found[box.target] = target.to(box.data.dtype)
-            place = tuple(slice(o, o + n) for o, n in at)
+                target = parameters[box.target] = target.to(box.data.dtype)
+            place = tuple(slice(o, o + n) for o, n in ranges)
             assert target[place].isnan().all(), f"{box.target} is written twice"
             target[place] = box.data
         bucket.memory.fill_(255)  # whoever reads on reads NaN
-    return found
+    return parameters
 
 
 def _join() -> None:
@@ -141,7 +141,7 @@ def colocated(
 
     Adapters are not zero. `is_ordered` goes the way that NCCL needs.
     """
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     if spec.engine.lora.rank:
         lora_jobs.set_factors(engine)
     world = dist.get_world_size()
@@ -152,20 +152,20 @@ def colocated(
         devices = Devices.colocated(hosts, world, per_node=world)
         plan = TransferRequirements(training, served, DTYPES[dtype].itemsize).plan(devices)
         runs[name] = (plan, served, *_exchange(plan, dtype, BUCKET_BYTES, is_ordered))
-    found: Result = {name: {"syncs": []} for name in servers}
-    found["exported"] = []
+    results: Result = {name: {"syncs": []} for name in servers}
+    results["exported"] = []
     for _ in range(2):
         for name, (plan, served, exchange, transport, memory) in runs.items():
             transport.sent_bytes = transport.received_bytes = 0
             rank = _rank_of(dist.get_rank(), plan.devices.generation)
             weights = engine.get_local_weights()
-            found[name]["syncs"].append(sync(exchange, memory, weights, served, rank))
-            found[name] |= _report(plan, transport, memory)
-        found["exported"].append(dict(engine.get_per_tensor_param()))
+            results[name]["syncs"].append(sync(exchange, memory, weights, served, rank))
+            results[name] |= _report(plan, transport, memory)
+        results["exported"].append(dict(engine.get_per_tensor_param()))
         with torch.no_grad():
             for tensor in (t for c in engine.chunks for t in (*c.parameters(), *c.buffers())):
                 tensor.mul_(-2)
-    return found
+    return results
 
 
 def disaggregated(
@@ -178,7 +178,7 @@ def disaggregated(
     """The first ranks train, the ranks behind them generate, and there may be others."""
     _join()
     reader = CheckpointReader(path)
-    found = {}
+    results = {}
     for name, (generation, _) in servers.items():
         training, served = sides(reader.read_config(), layout, generation)
         worlds = training[0].world_size, served[0].world_size
@@ -191,8 +191,8 @@ def disaggregated(
             weights.stored.update(filled(training, trainer, reader.read))
         rank = _rank_of(dist.get_rank(), devices.generation)
         arrived = sync(exchange, memory, weights, served, rank)
-        found[name] = {"syncs": [arrived], **_report(plan, transport, memory)}
-    return found
+        results[name] = {"syncs": [arrived], **_report(plan, transport, memory)}
+    return results
 
 
 def random_model(

@@ -20,9 +20,9 @@ from mcore_rl.engine.megatron.engine import MegatronEngine
 
 def held(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.Result:
     """Parameters of this rank, and bytes by what they are for, after one step."""
-    spec = ranks.engine_spec(path, settings.layout, dtype)
-    engine = ranks.started(replace(spec, engine=replace(spec.engine, **vars(settings))))
-    engine.train_batch(batch.take(ranks.share_of(engine, batch)), ranks.LOSS)
+    spec = ranks.build_engine_spec(path, settings.layout, dtype)
+    engine = ranks.start_engine(replace(spec, engine=replace(spec.engine, **vars(settings))))
+    engine.train_batch(batch.take(ranks.list_rows(engine, batch)), ranks.LOSS)
     weights = {id(p): p for chunk in engine.chunks for p in chunk.parameters()}
     buffers = [b for c in engine.chunks for n, b in c.named_buffers() if n.endswith("expert_bias")]
     return {
@@ -35,12 +35,12 @@ def held(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
 
 def _state_bytes(engine: MegatronEngine, weights: list[torch.Tensor]) -> Iterator[int]:
     """Of moments, and of main parameters that are no view of the weights themselves."""
-    own = {w.untyped_storage().data_ptr() for w in weights}
+    weight_storages = {w.untyped_storage().data_ptr() for w in weights}
     for part in engine.optimizer.chained_optimizers:
         adam: Any = part.optimizer
         for group in adam.param_groups:
             for parameter in group["params"]:
-                if parameter.untyped_storage().data_ptr() not in own:
+                if parameter.untyped_storage().data_ptr() not in weight_storages:
                     yield parameter.nbytes
                 state = adam.state[parameter]
                 yield from (state[name].nbytes for name in ("exp_avg", "exp_avg_sq"))
@@ -52,9 +52,9 @@ def peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
     With them the tokens and response tokens of its largest micro-batch, the number of micro-batches
     and by layer the tokens that its experts receive over those that it sends.
     """
-    spec = ranks.engine_spec(path, settings.layout, dtype)
-    engine = ranks.started(replace(spec, engine=replace(spec.engine, **vars(settings))))
-    share = batch.take(ranks.share_of(engine, batch))
+    spec = ranks.build_engine_spec(path, settings.layout, dtype)
+    engine = ranks.start_engine(replace(spec, engine=replace(spec.engine, **vars(settings))))
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.train_batch(share, ranks.LOSS)  # moments exist from the first step on
     report, packs = engine.memory_report(), engine._build_micro_batches(share, is_training=True)
     with LiveBytes() as live:
@@ -100,9 +100,9 @@ class _GatheredBytes(LiveBytes):
 
 def fsdp_peak(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.Result:
     """Bytes of this rank at the peak of a training step of FSDP2, as `peak` returns them."""
-    spec = ranks.engine_spec(path, settings.layout, dtype)
+    spec = ranks.build_engine_spec(path, settings.layout, dtype)
     spec = replace(spec, engine=replace(spec.engine, **vars(settings)))
-    engine = ranks.started(spec, FSDPEngine)
+    engine = ranks.start_engine(spec, FSDPEngine)
     share = batch.take(list(range(engine.world_rank, len(batch), settings.layout.dp)))
     engine.train_batch(share, ranks.LOSS)
     held = [t for part in ("parameters", "optimizer state") for t in engine.list_tensors(part)]

@@ -40,23 +40,23 @@ def digests(engine: MegatronEngine) -> list[int]:
             states = adam.state[parameter]
             for tensor in (parameter, *(states[name] for name in sorted(states))):
                 crc32 = zlib.crc32(tensor.detach().contiguous().numpy().tobytes(), crc32)
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, crc32)
-    return found
+    crc32_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(crc32_by_rank, crc32)
+    return crc32_by_rank
 
 
-def save_for_ever(model: Path, folder: Path, in_background: bool, told: int) -> None:
+def save_for_ever(model: Path, folder: Path, in_background: bool, report_fd: int) -> None:
     layout = Layout(dp=int(os.environ["WORLD_SIZE"]))
     engine = jobs.engine_of(model, layout, distributed=layout.dp > 1)
-    share = jobs.mine(engine, tiny_models.make_batch())
+    share = jobs.take_share(engine, tiny_models.make_batch())
     is_first, checkpoints = dist.get_rank() == 0, RunCheckpoints(folder)
-    found = find_newest_checkpoint(folder, lambda warning: None)
+    newest = find_newest_checkpoint(folder, lambda warning: None)
     step = 0
-    if found is not None:
-        engine.load_checkpoint(found.path / ACTOR)
-        step = found.step
-        assert digests(engine) == found.state["digests"]
-    os.write(told, f"{step} {os.getpid()}\n".encode())
+    if newest is not None:
+        engine.load_checkpoint(newest.path / ACTOR)
+        step = newest.step
+        assert digests(engine) == newest.state["digests"]
+    os.write(report_fd, f"{step} {os.getpid()}\n".encode())
     while True:
         step += 1
         engine.train_batch(share, ranks.LOSS)

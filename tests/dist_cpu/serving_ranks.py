@@ -125,12 +125,12 @@ class _Rank:
         for name, ep in () if order.is_measured else order.servers.items():
             _wait_for(order.exported)
             exported = self._server(order, order.exported, ep)
-            wanted, tokens = _tensors(_worker(exported)), _generated(exported)
+            expected, tokens = _tensors(_worker(exported)), _generated(exported)
             for key in (f"{sync}-{name}" for sync, of in order.syncs.items() if name in of):
-                state, found = after[key]
-                lines = _differences(state, wanted)
+                state, generated = after[key]
+                lines = _differences(state, expected)
                 self.report.complaints.extend(f"{key}, rank {self.rank}: {n}" for n in lines)
-                self.report.answers[key] = Answers(before[name], found, tokens)
+                self.report.answers[key] = Answers(before[name], generated, tokens)
 
     def _join(self, sync: str, name: str, worker: Any) -> None:
         fields, spec = _meeting(self.folder / f"{sync}-{name}.json")
@@ -216,8 +216,8 @@ def _generated(server: Any) -> Tokens:
     server.reset_prefix_cache()
     prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
     parameters = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True, detokenize=False)
-    found = server.generate(prompts, parameters, use_tqdm=False)
-    return [list(request.outputs[0].token_ids) for request in found]
+    outputs = server.generate(prompts, parameters, use_tqdm=False)
+    return [list(request.outputs[0].token_ids) for request in outputs]
 
 
 def _largest_module_bytes(worker: Any) -> int:
@@ -237,12 +237,12 @@ def _watch_modules() -> list[int]:
     from mcore_rl.inference.vllm import weights as vllm_weights
 
     begun: set[Any] = set()
-    found: list[int] = []
+    num_open: list[int] = []
     materialize, process = vllm_weights.materialize_layer, vllm_weights._layerwise_process
 
     def begin(layer: Any, info: Any) -> None:
         begun.add(layer)
-        found.append(len(begun))
+        num_open.append(len(begun))
         materialize(layer, info)
 
     def finish(layer: Any, info: Any) -> None:
@@ -250,13 +250,13 @@ def _watch_modules() -> list[int]:
         begun.discard(layer)
 
     vllm_weights.materialize_layer, vllm_weights._layerwise_process = begin, finish
-    return found
+    return num_open
 
 
-def _differences(found: State, wanted: State) -> list[str]:
-    if found.keys() != wanted.keys():
-        return [f"{sorted(found.keys() ^ wanted.keys())} only on one side"]
-    return [name for name, tensor in wanted.items() if not _same_bits(found[name], tensor)]
+def _differences(actual: State, expected: State) -> list[str]:
+    if actual.keys() != expected.keys():
+        return [f"{sorted(actual.keys() ^ expected.keys())} only on one side"]
+    return [name for name, tensor in expected.items() if not _same_bits(actual[name], tensor)]
 
 
 def _tensors(worker: Any) -> State:
@@ -264,12 +264,12 @@ def _tensors(worker: Any) -> State:
     from mcore_rl.inference.vllm.drafts import join_models
 
     model = join_models(worker.model_runner)
-    found = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     for prefix, layer in model.named_modules():
         for name in ("W_UV", "W_UK_T"):  # what MLA absorbs, plain attributes
             if isinstance(tensor := getattr(layer, name, None), torch.Tensor):
-                found[f"{prefix}.{name}"] = tensor
-    return {name: tensor.detach() for name, tensor in found.items()}
+                tensors[f"{prefix}.{name}"] = tensor
+    return {name: tensor.detach() for name, tensor in tensors.items()}
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -106,30 +106,30 @@ CASES = all_but(
 PARALLEL = all_but(["cp2", "dp2"], [layout for layout in LAYOUTS if layout != "tp1"])
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def trained(
     path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig, budget: int
 ) -> ranks.Result:
     """Metrics and whole gradients of a pass; then metrics of two steps, and the weights."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     spec.engine.max_tokens_per_micro_batch = budget
     spec.engine.optimizer.eps = 1e-5  # or Adam makes a whole step of a gradient's rounding
-    engine, loss = ranks.started(spec), PolicyLoss(algorithm)
-    mine = batch.take(ranks.share_of(engine, batch))
+    engine, loss = ranks.start_engine(spec), PolicyLoss(algorithm)
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
-    results = engine.forward_backward_batch(mine, loss, forward_only=False)
-    found: ranks.Result = {
+    results = engine.forward_backward_batch(share, loss, forward_only=False)
+    result: ranks.Result = {
         "metrics": engine._reduce_metrics(results),
-        "gradients": ranks.gradients(engine),
+        "gradients": ranks.read_gradients(engine),
     }
-    found["steps"] = [engine.train_batch(mine, loss) for _ in range(2)]
-    return found | {"trained": dict(engine.get_per_tensor_param())}
+    result["steps"] = [engine.train_batch(share, loss) for _ in range(2)]
+    return result | {"trained": dict(engine.get_per_tensor_param())}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig) -> ranks.Result:
     """What an update of two mini-batches gives the model, and its weights before each."""
-    engine, loss = ranks.started(ranks.engine_spec(path, layout)), PolicyLoss(algorithm)
+    engine, loss = ranks.start_engine(ranks.build_engine_spec(path, layout)), PolicyLoss(algorithm)
     mini_batches: list[ranks.Result] = []
 
     class Workers(LocalWorkers):
@@ -156,12 +156,12 @@ def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig
     return {"mini_batches": mini_batches, "metrics": actor.update(training, step)[1]}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def update_by_all(
     path: Path, value_path: Path, layout: Layout, backend: str, batches: dict[str, Batch]
 ) -> ranks.Result:
     """Score a batch and take a step of each algorithm in turn, then one of a critic."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     # A large epsilon: else the rounding of gradients near 0 decides the sign of Adam's step. Small
     # steps: else the last algorithms clip all tokens.
     optimizer = replace(spec.engine.optimizer, eps=1e-3, lr=2e-5)
@@ -172,10 +172,10 @@ def update_by_all(
         with_sum_pi_squared=True,
     )  # fmt: skip
     value_spec = replace(spec, model=replace(spec.model, path=str(value_path)))
-    actor = ranks.started(spec, partial(create_engine, "language_model"))
-    critic = ranks.started(value_spec, partial(create_engine, "value_model"))
+    actor = ranks.start_engine(spec, partial(create_engine, "language_model"))
+    critic = ranks.start_engine(value_spec, partial(create_engine, "value_model"))
     actor.mesh = Mesh(layout)
-    rows = ranks.share_of(actor, rewarded_batch())
+    rows = ranks.list_rows(actor, rewarded_batch())
     scored = actor.infer_batch(batches["loss ppo_clip"].take(rows))
     names = ("log_probs", "entropy", "sum_pi_squared")
     steps = {
@@ -191,11 +191,11 @@ def update_by_all(
     }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def values_of(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row of the batch; empty where there is no head."""
-    engine = ranks.started(ranks.engine_spec(path, layout), ValueEngine)
-    rows = ranks.share_of(engine, batch)
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout), ValueEngine)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows).select("prompt_ids", "response_ids"))
     if scored is None:
         return {}
@@ -203,7 +203,7 @@ def values_of(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     return {row: torch.from_numpy(column[place].copy()) for place, row in enumerate(rows)}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
     """Sums and means of numbers in packs of the batch, and the gradient of a loss of both."""
     device.install(1)
@@ -215,17 +215,19 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
     from mcore_rl.engine.steps import build_pack_inputs
 
     initialize_groups(layout, "gloo", seed=0)
-    split, found = read_pack_split(), []
+    split, packs = read_pack_split(), []
     for micro in pack_samples(
         batch, [[4, 0, 7], [], [2], list(range(8, len(batch)))], split, torch.device("cpu")
     ):
         numbers = micro.columns["numbers"].double().requires_grad_()
         inputs = build_pack_inputs({"log_probs": numbers}, micro, get_context_group())
-        loss = _of_sequences(inputs.sequence_sum(numbers), inputs.sequence_mean(numbers), numbers)
+        loss = _compute_sequence_loss(
+            inputs.sequence_sum(numbers), inputs.sequence_mean(numbers), numbers
+        )
         loss.sum().backward()
         column = {"sum": inputs.sequence_sum(numbers), "mean": inputs.sequence_mean(numbers)}
         values = {name: value.detach() for name, value in column.items()}
-        found.append(
+        packs.append(
             {
                 "rows": micro.rows,
                 "indices": micro.response_indices,
@@ -233,10 +235,12 @@ def sequence_sums(layout: Layout, batch: Batch) -> ranks.Result:
                 **values,
             }
         )
-    return {"packs": found, "cp_rank": parallel_state.get_context_parallel_rank()}
+    return {"packs": packs, "cp_rank": parallel_state.get_context_parallel_rank()}
 
 
-def _of_sequences(total: torch.Tensor, mean: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+def _compute_sequence_loss(
+    total: torch.Tensor, mean: torch.Tensor, numbers: torch.Tensor
+) -> torch.Tensor:
     return mean.exp() * numbers.nan_to_num(0.3) + total.square() / 7
 
 
@@ -292,7 +296,7 @@ class Runs:
         batch = add_advantages(rewarded_batch().with_columns(values=values), GAE)
         return trained(self.path, LAYOUTS[layout], batch, GAE, budget)
 
-    def own(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
+    def train_custom_advantage(self, layout: str, budget: int = PACKS) -> list[ranks.Result]:
         file = self.folder / "own_advantage.py"
         file.write_text(OWN_ADVANTAGE)
         algorithm = AlgorithmConfig(
@@ -400,7 +404,7 @@ def build_batches() -> dict[str, Batch]:
 
 def rows_of(model: Any, batch: Batch) -> list[dict[str, torch.Tensor]]:
     """The columns of each sample in float64, and `new`: its log-probs by transformers."""
-    found = []
+    rows = []
     for row in range(len(batch)):
         columns = {n: batch.jagged(n)[row].copy() for n in batch.columns if n in JAGGED}
         ids = torch.from_numpy(np.concatenate([columns["prompt_ids"], columns["response_ids"]]))
@@ -408,8 +412,8 @@ def rows_of(model: Any, batch: Batch) -> list[dict[str, torch.Tensor]]:
         targets = torch.from_numpy(columns["response_ids"])[:, None]
         tensors = {name: torch.from_numpy(column).double() for name, column in columns.items()}
         new = table.log_softmax(-1).gather(1, targets)[:, 0]
-        found.append(tensors | {"new": new, "mask": tensors["response_mask"] != 0})
-    return found
+        rows.append(tensors | {"new": new, "mask": tensors["response_mask"] != 0})
+    return rows
 
 
 JAGGED = ("prompt_ids", "response_ids", "response_mask", "log_probs", "advantages")
@@ -524,28 +528,28 @@ def summed_deltas(values: torch.Tensor, reward: float, gamma: float, lam: float)
     return torch.stack([sum((gamma * lam) ** (s - t) * deltas[s] for s in n if s >= t) for t in n])
 
 
-def assert_equals(by_rank: list[ranks.Result], wanted: Reference) -> None:
+def assert_equals(by_rank: list[ranks.Result], expected: Reference) -> None:
     reported = [result["metrics"] for result in by_rank if result["metrics"]]
     assert reported
     for metrics in reported:
-        assert metrics["loss"] == pytest.approx(wanted.loss, rel=1e-5)
-        for name, value in wanted.metrics.items():
+        assert metrics["loss"] == pytest.approx(expected.loss, rel=1e-5)
+        for name, value in expected.metrics.items():
             assert metrics[name] == pytest.approx(value, rel=1e-5), name
-    found = by_rank[0]["gradients"]
-    assert found.keys() == wanted.gradients.keys()
-    for name, gradient in wanted.gradients.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    gradients = by_rank[0]["gradients"]
+    assert gradients.keys() == expected.gradients.keys()
+    for name, gradient in expected.gradients.items():
+        assert (gradients[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
-def assert_same_steps(by_rank: list[ranks.Result], one: ranks.Result) -> None:
+def assert_same_steps(by_rank: list[ranks.Result], reference: ranks.Result) -> None:
     assert any("loss" in result["steps"][0] for result in by_rank)
     for result in by_rank:
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for step, expected in zip(result["steps"], reference["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
             if "loss" in step:
                 for name in ("loss", "ratio", "clipped"):
-                    assert step[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
-    for name, tensor in one["trained"].items():
+                    assert step[name] == pytest.approx(expected[name], rel=1e-5, abs=1e-7), name
+    for name, tensor in reference["trained"].items():
         torch.testing.assert_close(by_rank[0]["trained"][name], tensor, rtol=0, atol=5e-6, msg=name)
 
 
@@ -565,9 +569,9 @@ def test_kl_cov_equals_plain_torch_on_the_whole_mini_batch(runs, kl_cov_referenc
 def test_tokens_are_selected_by_the_policy_before_each_mini_batch(runs):
     batch = sampled_batch()
     batch = batch.with_columns(group_ids=np.arange(len(batch)) // 2)
-    [found] = updated(runs.path, Layout(), batch, KL_COV)
-    first, second = found["mini_batches"]
-    assert found["metrics"]["actor/loss"] != 0
+    [result] = updated(runs.path, Layout(), batch, KL_COV)
+    first, second = result["mini_batches"]
+    assert result["metrics"]["actor/loss"] != 0
     assert torch.equal(first["columns"]["current_log_probs"], first["columns"]["log_probs"])
     for part in (first, second):
         columns, model = part["columns"], tiny_models.build("qwen3")
@@ -634,7 +638,7 @@ def test_ppo_with_gae_equals_plain_torch(runs, gae_reference, layout, budget):
 def test_an_advantage_of_tokens_from_a_users_file_equals_plain_torch(
     runs, own_reference, layout, budget
 ):
-    assert_equals(runs.own(layout, budget), own_reference)
+    assert_equals(runs.train_custom_advantage(layout, budget), own_reference)
 
 
 @pytest.mark.parametrize("layout", all_but(["cp2"], [n for n in LAYOUTS if n != "tp1"]))
@@ -666,15 +670,17 @@ def test_sums_over_sequences_and_their_gradients_are_those_of_each_sequence_alon
         indices = torch.cat([pack["indices"] for pack in packs])
         assert sorted(indices.tolist()) == list(range(sum(mask.lengths[rows])))
         order, start = indices.argsort(), 0
-        whole = {n: torch.cat([p[n] for p in packs])[order] for n in ("sum", "mean", "gradient")}
+        joined = {n: torch.cat([p[n] for p in packs])[order] for n in ("sum", "mean", "gradient")}
         for row in rows:
             alone = torch.from_numpy(batch.jagged("numbers")[row].copy()).requires_grad_()
             chosen = alone[torch.from_numpy(mask[row].copy()) != 0]
             total = chosen.sum().expand(len(alone))
             mean = total / max(len(chosen), 1)
-            (wanted,) = torch.autograd.grad(_of_sequences(total, mean, alone).sum(), alone)
-            for name, value in {"sum": total, "mean": mean, "gradient": wanted}.items():
-                found = whole[name][start : start + len(alone)]
-                torch.testing.assert_close(found, value.detach(), msg=f"{name} of row {row}")
+            (expected,) = torch.autograd.grad(
+                _compute_sequence_loss(total, mean, alone).sum(), alone
+            )
+            for name, value in {"sum": total, "mean": mean, "gradient": expected}.items():
+                actual = joined[name][start : start + len(alone)]
+                torch.testing.assert_close(actual, value.detach(), msg=f"{name} of row {row}")
             start, seen = start + len(alone), seen + 1
     assert seen >= 7

@@ -31,13 +31,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: tiny_models.save(name, folder) for name in ("qwen3", "qwen3_moe")}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def conform(backend: str, path: Path, layout: Layout, folder: Path) -> ranks.Result:
     run_checks(backend, str(path), layout, str(folder))
     return {}
 
 
-@ranks.on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def find_fault(name: str, path: Path) -> ranks.Result:
     """Return the sentence of the suite on a faulty engine."""
     with tempfile.TemporaryDirectory() as folder:

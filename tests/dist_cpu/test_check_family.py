@@ -41,7 +41,7 @@ def no_family():
     use_family("")
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def run_on_layout(path: Path, layout: Layout, family: str, folder: Path) -> ranks.Result:
     """Return the sentence of the engine suite, with the Megatron engine; "" where all is well."""
     try:
@@ -53,12 +53,12 @@ def run_on_layout(path: Path, layout: Layout, family: str, folder: Path) -> rank
     return {"sentence": ""}
 
 
-@ranks.on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def score(path: Path, batch: Batch) -> ranks.Result:
-    spec = ranks.engine_spec(path, Layout())
+    spec = ranks.build_engine_spec(path, Layout())
     spec.model.family = FAMILY
     use_family(FAMILY)
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     scored = engine.infer_batch(batch)
     use_family("")
     return {"log_probs": torch.from_numpy(scored.jagged("log_probs").values.copy())}

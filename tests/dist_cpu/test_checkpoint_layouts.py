@@ -80,13 +80,13 @@ SHARDED, REPLICATED = "optimizer.state.param.", "optimizer.state.fp32_param."
 VOCAB = 131  # rows behind it are padding, as many as the layout needs
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def saved(
     path: Path, layout: Layout, batch: Batch, to: Path, distributed: bool, dtype: str = "float32"
 ) -> ranks.Result:
     """Two steps, a checkpoint, two steps more."""
     engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
-    share = jobs.mine(engine, batch)
+    share = jobs.take_share(engine, batch)
     before = random_states()
     steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(to)
@@ -113,7 +113,7 @@ def test_training_draws_no_random_numbers(folder, model, batch):
     assert [result["has_drawn"] for result in written] == [False, False]
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def loaded(
     path: Path,
     layout: Layout,
@@ -125,7 +125,7 @@ def loaded(
 ) -> ranks.Result:
     """The state of `source`, saved again; two steps, and two of what was saved again."""
     engine = jobs.engine_of(path, layout, dtype, distributed=distributed)
-    share = jobs.mine(engine, batch)
+    share = jobs.take_share(engine, batch)
     engine.train_batch(share, ranks.LOSS)  # is forgotten
     actual: dict[str, Any] = {"steps": [], "trained": []}
     for checkpoint in (source, to):
@@ -183,8 +183,8 @@ def assert_same_steps(
     expected: Sequence[Any], actual: Sequence[Any], loss: float, grad_norm: float
 ) -> None:
     for result in actual:
-        ours, theirs = result["steps"]
-        assert ours == theirs
+        first, second = result["steps"]
+        assert first == second
         for name, tensor in result["trained"][0].items():
             assert torch.equal(tensor, result["trained"][1][name]), name
     for step, reference in zip(steps_of(actual, 0), expected, strict=True):
@@ -235,7 +235,7 @@ def assert_weights(results: Sequence[Any], expected: dict[str, int]) -> None:
     assert actual == expected
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def weights_loaded(
     path: Path, layout: Layout, source: Path, distributed: bool, dtype: str
 ) -> ranks.Result:
@@ -265,7 +265,7 @@ def test_a_checkpoint_of_megatron_0_16_1_goes_on_in_another_layout(
     assert read_checkpoint_info(again)["megatron_core"] == metadata.version("megatron-core")
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def weights_of_megatron(path: Path, layout: Layout, source: Path) -> ranks.Result:
     return meta_model_jobs.load(path, layout, source)
 
@@ -278,7 +278,7 @@ def test_weights_that_megatron_0_16_1_saved_are_loaded(older, form, target):
     assert_weights(results, read_expected(older, form)["weights"])
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def refused_by_the_disk(
     path: Path, layout: Layout, batch: Batch, to: Path, rank: int, when: str
 ) -> ranks.Result:
@@ -287,7 +287,7 @@ def refused_by_the_disk(
     Then what is left of it, a save without that, and the same bits as those that were saved.
     """
     engine = jobs.engine_of(path, layout, distributed=True)
-    share = jobs.mine(engine, batch)
+    share = jobs.take_share(engine, batch)
     engine.train_batch(share, ranks.LOSS)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     message = ""
@@ -319,7 +319,7 @@ def refused_by_the_disk(
 
 
 @pytest.mark.parametrize(("rank", "when"), [(1, "start"), (0, "start"), (0, "end")])
-def test_a_disk_that_refuses_one_rank_is_told_on_all_and_the_next_save_is_whole(
+def test_a_disk_that_refuses_one_rank_fails_all_and_the_next_save_is_complete(
     folder, model, batch, rank, when
 ):
     to = folder / f"refused-{rank}-{when}" / "checkpoint"
@@ -338,21 +338,21 @@ def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str,
     return next(of_rank for of_rank in steps if "loss" in of_rank[0])
 
 
-def assert_same_state(one: Path, other: Path, vocab_size: int = VOCAB) -> None:
+def assert_same_state(left: Path, right: Path, vocab_size: int = VOCAB) -> None:
     """Float32 weights have another name in a sharded optimizer, or are the model's."""
-    states = [state_in(path, vocab_size) for path in (one, other)]
+    states = [state_in(path, vocab_size) for path in (left, right)]
     assert states[0].keys() == states[1].keys()
     for key, tensor in states[0].items():
         assert torch.equal(tensor, states[1][key]), key
         assert tensor.count_nonzero() or "norm" in key, key
-    counts = [DistReader(path).load_common()["optimizer_steps"] for path in (one, other)]
+    counts = [DistReader(path).load_common()["optimizer_steps"] for path in (left, right)]
     assert counts == [2, 2]
 
 
 def state_in(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
     reader, actual = DistReader(path), {}
     for key, tensor in reader.tensors.items():
-        actual[key] = reader.read(key, whole(key, tensor.shape, vocab_size))
+        actual[key] = reader.read(key, make_full_box(key, tensor.shape, vocab_size))
     for sharded in [key for key in actual if key.startswith(SHARDED)]:
         tensor, name = actual.pop(sharded), sharded.removeprefix(SHARDED)
         if actual[name].dtype == torch.float32:
@@ -364,7 +364,7 @@ def state_in(path: Path, vocab_size: int) -> dict[str, torch.Tensor]:
     return actual
 
 
-def whole(key: str, shape: tuple[int, ...], vocab_size: int) -> Box:
+def make_full_box(key: str, shape: tuple[int, ...], vocab_size: int) -> Box:
     is_padded = "word_embeddings" in key or "output_layer" in key
     rows = vocab_size if is_padded else shape[0]
     return Box((0,) * len(shape), (rows, *shape[1:]))

@@ -28,7 +28,7 @@ from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.verify import compare_folders
 from mcore_rl.reshard.rules import LogicalTensor, slice_rows
 
-ONE, SINGLE = Resources(workers=1), Layout()
+ONE_WORKER, SINGLE = Resources(workers=1), Layout()
 UNEVEN = Layout(pp=2, first_stage_layers=1)
 INTERLEAVED = Layout(tp=2, pp=2, vpp=2, first_stage_layers=0)
 BLOCK = re.compile(r"^```bash\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -39,7 +39,7 @@ VARIANTS = (
 
 
 def to_mcore(model: Path, output: Path, layout: Layout = SINGLE, dtype: str | None = None) -> Path:
-    to_megatron.convert(model, output, layout, dtype, ONE)
+    to_megatron.convert(model, output, layout, dtype, ONE_WORKER)
     return output
 
 
@@ -51,7 +51,7 @@ def back(
     reference: Path | None = None,
     shard_bytes: int = 100_000,
 ) -> Path:
-    to_hf.convert(checkpoint, output, reference, dtype, shard_bytes, lora, ONE)
+    to_hf.convert(checkpoint, output, reference, dtype, shard_bytes, lora, ONE_WORKER)
     return output
 
 
@@ -60,30 +60,30 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
 
 
-def assert_same_bytes(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
+def assert_same_bytes(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(actual[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Each family; every second one in bfloat16, with the selection bias left in float32."""
     folder = tmp_path_factory.mktemp("convert")
-    found = {}
+    paths = {}
     for number, (name, case) in enumerate(FAMILIES.items()):
-        found[name] = tiny_families.save(tiny_models.build_from(case.config), folder / name)
+        paths[name] = tiny_families.save(tiny_models.build_from(case.config), folder / name)
         if number % 2:
-            in_bfloat16(found[name])
+            cast_to_bfloat16(paths[name])
     stacked = tiny_models.build_from(FAMILIES["qwen3_5_moe"].config)
-    found["qwen3_5_moe-stacked"] = tiny_families.save_stacked(stacked, folder / "stacked")
+    paths["qwen3_5_moe-stacked"] = tiny_families.save_stacked(stacked, folder / "stacked")
     for name in ("deepseek_v3", "glm4_moe", "qwen3_next", "qwen3_5_moe"):
-        found[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
-    return found
+        paths[f"{name}-mtp"] = tiny_families.save_with_mtp(name, folder)
+    return paths
 
 
-def in_bfloat16(folder: Path) -> None:
+def cast_to_bfloat16(folder: Path) -> None:
     file = folder / "model.safetensors"
     tensors = {
         n: t if n.endswith("correction_bias") else t.bfloat16() for n, t in load_file(file).items()
@@ -96,8 +96,8 @@ def in_bfloat16(folder: Path) -> None:
 @pytest.mark.parametrize("which", ["its own", "uneven", "interleaved"])
 @pytest.mark.parametrize("name", [*FAMILIES, *VARIANTS])
 def test_a_family_comes_back_byte_for_byte(models, tmp_path, name, which):
-    own = FAMILIES[name.partition("-")[0]].layout
-    layout = {"its own": own, "uneven": UNEVEN, "interleaved": INTERLEAVED}[which]
+    family_layout = FAMILIES[name.partition("-")[0]].layout
+    layout = {"its own": family_layout, "uneven": UNEVEN, "interleaved": INTERLEAVED}[which]
     checkpoint = to_mcore(models[name], tmp_path / "checkpoint", layout)
     again = back(checkpoint, tmp_path / "again")
     assert_same_bytes(tensors_in(again), tensors_in(models[name]))
@@ -127,15 +127,15 @@ def test_float8_is_written_read_and_written_as_the_same_bytes(models, tmp_path, 
     assert_same_bytes(tensors_in(back(checkpoint, tmp_path / "d", "fp8")), tensors_in(first))
     plain = back(checkpoint, tmp_path / "e")
     reader = CheckpointReader(first)
-    wanted = {
+    expected = {
         n: reader.read(slice_rows(LogicalTensor(n, s), 0, s[0], 0))
         for n, s in reader.get_shapes().items()
     }
-    assert_same_bytes(tensors_in(plain), wanted)
+    assert_same_bytes(tensors_in(plain), expected)
     assert "quantization_config" not in json.loads((plain / "config.json").read_text())
 
 
-def test_float16_is_read_in_a_dtype_that_is_asked_for_and_comes_back(models, tmp_path):
+def test_float16_is_read_in_a_requested_dtype_and_comes_back(models, tmp_path):
     model = tiny_models.save("qwen3", tmp_path)
     tensors = {n: t.half() for n, t in load_file(model / "model.safetensors").items()}
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
@@ -151,8 +151,8 @@ def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or
     full = models["deepseek_v3-mtp"]
     plain = tmp_path / "plain"
     plain.mkdir()
-    kept = {n: t for n, t in tensors_in(full).items() if not n.startswith("model.layers.3.")}
-    save_file(kept, plain / "model.safetensors", metadata={"format": "pt"})
+    expected = {n: t for n, t in tensors_in(full).items() if not n.startswith("model.layers.3.")}
+    save_file(expected, plain / "model.safetensors", metadata={"format": "pt"})
     (plain / "config.json").write_text((full / "config.json").read_text())
     checkpoint = to_mcore(plain, tmp_path / "c")
     with_reference = back(checkpoint, tmp_path / "with", reference=full)
@@ -160,7 +160,7 @@ def test_a_checkpoint_without_prediction_layers_takes_them_from_the_reference_or
     assert_same_bytes(tensors_in(with_reference), tensors_in(full))
     without = back(checkpoint, tmp_path / "without")
     assert "config.json will say 0" in capsys.readouterr().out
-    assert_same_bytes(tensors_in(without), kept)
+    assert_same_bytes(tensors_in(without), expected)
     assert json.loads((without / "config.json").read_text())["num_nextn_predict_layers"] == 0
 
 
@@ -169,23 +169,23 @@ def test_a_checkpoint_of_megatron_lm_is_read_with_layers_stacked_or_apart(models
     """The other form than ours, with optimizer state, in a folder of several iterations."""
     model, written = models[name], to_mcore(models[name], tmp_path / "ours", Layout(tp=2))
     folder = open_megatron_checkpoint(written, None)
-    theirs, reader = tmp_path / "theirs" / "iter_0000007", DistReader(written)
-    theirs.mkdir(parents=True)
-    (theirs.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
-    with DistFile(theirs / "__0_0.distcp") as file:
+    iteration, reader = tmp_path / "theirs" / "iter_0000007", DistReader(written)
+    iteration.mkdir(parents=True)
+    (iteration.parent / "latest_checkpointed_iteration.txt").write_text("7\n")
+    with DistFile(iteration / "__0_0.distcp") as file:
         for parameter in folder.parameters:
-            [ours] = parameter.location.locate(parameter.box)
-            tensor = reader.read(ours.key, ours.box)
+            [stored] = parameter.location.locate(parameter.box)
+            tensor = reader.read(stored.key, stored.box)
             place = switch_layer_stacking(parameter.location, 3) or parameter.location
             [piece] = place.locate(parameter.box)
             values = tensor.view(piece.box.sizes)
             file.add_tensor(piece.key, piece.shape, piece.box.offsets, values)
         for key in ("optimizer.state.exp_avg.x", "chained_1.optimizer.state.exp_avg.x"):
             file.add_tensor(key, (3,), (0,), torch.zeros(3))
-    write_metadata(theirs, file.records)
+    write_metadata(iteration, file.records)
     with pytest.raises(ConfigError, match=r"does not say which model it is of; .* --reference"):
-        back(theirs.parent, tmp_path / "refused")
-    again = back(theirs.parent, tmp_path / "again", reference=model)
+        back(iteration.parent, tmp_path / "refused")
+    again = back(iteration.parent, tmp_path / "again", reference=model)
     assert_same_bytes(tensors_in(again), tensors_in(model))
 
 
@@ -202,30 +202,30 @@ ADAPTED = {
 }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def loaded(model: Path, checkpoint: Path, layout: Layout) -> ranks.Result:
     """What an engine exports after it has read a checkpoint over other weights."""
-    engine = ranks.started(replace(ranks.engine_spec(model, layout), total_steps=0))
+    engine = ranks.start_engine(replace(ranks.build_engine_spec(model, layout), total_steps=0))
     engine.load_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def trained(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
     """What an engine exports after a step; the checkpoint it saved there has optimizer state."""
-    engine = ranks.started(ranks.engine_spec(model, layout, dtype))
+    engine = ranks.start_engine(ranks.build_engine_spec(model, layout, dtype))
     engine.train_batch(
-        tiny_models.make_batch().take(ranks.share_of(engine, tiny_models.make_batch())), ranks.LOSS
+        tiny_models.make_batch().take(ranks.list_rows(engine, tiny_models.make_batch())), ranks.LOSS
     )
     engine.save_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def adapted(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
     """What an engine with adapters exports, merged; it has saved a checkpoint."""
     spec = replace(lora_jobs.lora_spec(model, layout, dtype), total_steps=0)
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     lora_jobs.set_factors(engine)
     engine.save_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())
@@ -263,15 +263,15 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> R
 def test_an_engine_of_another_layout_reads_what_was_converted(models, tmp_path, name):
     written, read = LOADED[name]
     source = models[name] if name != "qwen3" else tiny_models.save(name, tmp_path, seed=0)
-    wanted, other = tensors_in(source), tmp_path / "other"
+    expected, other = tensors_in(source), tmp_path / "other"
     other.mkdir()
     (other / "config.json").write_text((source / "config.json").read_text())
-    noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in wanted.items()}
+    noise = {n: torch.rand(t.shape).to(t.dtype) for n, t in expected.items()}
     save_file(noise, other / "model.safetensors", metadata={"format": "pt"})
     checkpoint = to_mcore(source, tmp_path / "checkpoint", written, dtype="float32")
     exported = loaded(other, checkpoint, read)[0]
     # Prediction layers are in no engine that does not train them: see engine.md.
-    held = {n: t.float() for n, t in wanted.items() if not n.startswith("model.layers.3.")}
+    held = {n: t.float() for n, t in expected.items() if not n.startswith("model.layers.3.")}
     assert_same_bytes({n: exported[n] for n in held}, held)
 
 
@@ -322,9 +322,9 @@ def test_verify_names_the_first_element_that_differs(models, tmp_path):
     (other / "config.json").write_text((model / "config.json").read_text())
     checkpoint = to_mcore(model, tmp_path / "checkpoint", Layout(tp=2, ep=2))
     for a, b in ((checkpoint, other), (model, other)):
-        found = compare_folders(a, b, Console(quiet=True))
-        first = found.first_difference
-        assert (found.equal, found.num_different, first.name) == (False, 1, name)
+        comparison = compare_folders(a, b, Console(quiet=True))
+        first = comparison.first_difference
+        assert (comparison.equal, comparison.num_different, first.name) == (False, 1, name)
         assert (first.index, first.num_elements) == ([3, 5], 2)
         assert first.max_abs == pytest.approx(1, abs=0.01)
     assert compare_folders(checkpoint, model, Console(quiet=True)).equal

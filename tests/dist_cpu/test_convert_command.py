@@ -62,16 +62,16 @@ def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_models.save("qwen3_moe", folder).rename(folder / "model")
     mtp = tiny_families.save_with_mtp("deepseek_v3", folder)
     mtp.rename(folder / "mtp")
-    one, quiet = Resources(workers=1), Console(quiet=True)
+    resources, console = Resources(workers=1), Console(quiet=True)
     run(
         to_megatron.plan_conversion(folder / "model", folder / "checkpoint", Layout(), None),
-        one,
-        quiet,
+        resources,
+        console,
     )
     back = to_hf.plan_conversion(
         folder / "checkpoint", folder / "model-again", None, None, 1 << 30, "merge"
     )
-    run(back, one, quiet)
+    run(back, resources, console)
     return folder
 
 
@@ -89,30 +89,30 @@ TO_MCORE = "hf-to-mcore --model model --output out --layout tp=2,ep=2 --workers 
 TO_HF = "mcore-to-hf --checkpoint checkpoint --output out --workers 1"
 
 
-def use_checksums(at: Place) -> None:
-    shutil.rmtree(at.folder / "model")
-    (at.folder / "model-again").rename(at.folder / "model")
+def use_checksums(place: Place) -> None:
+    shutil.rmtree(place.folder / "model")
+    (place.folder / "model-again").rename(place.folder / "model")
 
 
-def flip_with_checksums(at: Place) -> None:
-    use_checksums(at)
-    at.flip(WEIGHTS, at.where(NORM) + 10)
+def flip_with_checksums(place: Place) -> None:
+    use_checksums(place)
+    place.flip(WEIGHTS, place.where(NORM) + 10)
 
 
-def break_copy(at: Place) -> None:
-    tensors = load_file(at.folder / "mtp" / "model.safetensors")
+def break_copy(place: Place) -> None:
+    tensors = load_file(place.folder / "mtp" / "model.safetensors")
     tensors["model.layers.3.shared_head.head.weight"][5, 7] += 1
-    save_file(tensors, at.folder / "mtp" / "model.safetensors", metadata={"format": "pt"})
+    save_file(tensors, place.folder / "mtp" / "model.safetensors", metadata={"format": "pt"})
 
 
-def index(at: Place, **weight_map: str) -> None:
-    file = at.folder / "model" / "model.safetensors.index.json"
-    names = dict.fromkeys(load_file(at.folder / WEIGHTS), "model.safetensors")
+def index(place: Place, **weight_map: str) -> None:
+    file = place.folder / "model" / "model.safetensors.index.json"
+    names = dict.fromkeys(load_file(place.folder / WEIGHTS), "model.safetensors")
     file.write_text(json.dumps({"weight_map": {**names, **weight_map}}))
 
 
-def shards(at: Place) -> list[str]:
-    return sorted(p.name for p in (at.folder / "checkpoint").glob("*.distcp"))
+def shards(place: Place) -> list[str]:
+    return sorted(p.name for p in (place.folder / "checkpoint").glob("*.distcp"))
 
 
 @pytest.fixture
@@ -128,43 +128,49 @@ def convert(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], int]:
 
 # What is wrong, the command, and what the one line says.
 BAD: dict[str, tuple[Callable[[Place], object], str, list[str]]] = {
-    "truncated": (lambda at: at.cut(WEIGHTS, 5000), TO_MCORE, [WEIGHTS, "safetensors"]),
+    "truncated": (lambda place: place.cut(WEIGHTS, 5000), TO_MCORE, [WEIGHTS, "safetensors"]),
     "cut by one byte": (
-        lambda at: at.cut(WEIGHTS, (at.folder / WEIGHTS).stat().st_size - 1),
+        lambda place: place.cut(WEIGHTS, (place.folder / WEIGHTS).stat().st_size - 1),
         TO_MCORE,
         [WEIGHTS, "safetensors"],
     ),
-    "bit flipped in the length": (lambda at: at.flip(WEIGHTS, 2), TO_MCORE, [WEIGHTS]),
+    "bit flipped in the length": (lambda place: place.flip(WEIGHTS, 2), TO_MCORE, [WEIGHTS]),
     "bit flipped in the header": (
-        lambda at: at.flip(WEIGHTS, (at.folder / WEIGHTS).read_bytes().index(b"data_offsets") + 16),
+        lambda place: place.flip(
+            WEIGHTS, (place.folder / WEIGHTS).read_bytes().index(b"data_offsets") + 16
+        ),
         TO_MCORE,
         [WEIGHTS],
     ),
     "bit flipped in the body": (flip_with_checksums, TO_MCORE, [NORM, "checksum"]),
     "bit flipped in the body, no checksum": (
         # The highest bit of an exponent: 1.xx becomes infinite or NaN.
-        lambda at: at.flip(WEIGHTS, at.where(NORM) + 7, 0x40),
+        lambda place: place.flip(WEIGHTS, place.where(NORM) + 7, 0x40),
         TO_MCORE,
         [NORM, "is damaged"],
     ),
     "index names a missing file": (
-        lambda at: index(at, **{NORM: "model-00007-of-00009.safetensors"}),
+        lambda place: index(place, **{NORM: "model-00007-of-00009.safetensors"}),
         TO_MCORE,
         ["index.json", "model-00007-of-00009.safetensors"],
     ),
-    "missing tensor": (lambda at: at.tensors(lambda t: t.pop(NORM)), TO_MCORE, ["lacks", NORM]),
+    "missing tensor": (
+        lambda place: place.tensors(lambda t: t.pop(NORM)),
+        TO_MCORE,
+        ["lacks", NORM],
+    ),
     "extra tensor": (
-        lambda at: at.tensors(lambda t: t.update(extra=torch.ones(3))),
+        lambda place: place.tensors(lambda t: t.update(extra=torch.ones(3))),
         TO_MCORE,
         ["unexpected", "extra"],
     ),
     "misshapen tensor": (
-        lambda at: at.tensors(lambda t: t.update({NORM: t[NORM][:5].contiguous()})),
+        lambda place: place.tensors(lambda t: t.update({NORM: t[NORM][:5].contiguous()})),
         TO_MCORE,
         [NORM, "(5,)", "(64,)"],
     ),
     "integers": (
-        lambda at: at.tensors(lambda t: t.update({NORM: t[NORM].int()})),
+        lambda place: place.tensors(lambda t: t.update({NORM: t[NORM].int()})),
         TO_MCORE,
         [NORM, "int32"],
     ),
@@ -174,82 +180,90 @@ BAD: dict[str, tuple[Callable[[Place], object], str, list[str]]] = {
         ["model.layers.3.shared_head.head.weight", "repeat lm_head.weight"],
     ),
     "unknown architecture": (
-        lambda at: at.config(architectures=["GemmaForCausalLM"]),
+        lambda place: place.config(architectures=["GemmaForCausalLM"]),
         TO_MCORE,
         ["GemmaForCausalLM", "Qwen3MoeForCausalLM"],
     ),
     "no config": (
-        lambda at: (at.folder / "model" / "config.json").unlink(),
+        lambda place: (place.folder / "model" / "config.json").unlink(),
         TO_MCORE,
         ["config.json"],
     ),
-    "no folder": (lambda at: None, TO_MCORE.replace("model model", "model nowhere"), ["nowhere"]),
+    "no folder": (
+        lambda place: None,
+        TO_MCORE.replace("model model", "model nowhere"),
+        ["nowhere"],
+    ),
     "tp that does not divide": (
-        lambda at: None,
+        lambda place: None,
         TO_MCORE.replace("tp=2,ep=2", "tp=3"),
         ["tp=3", "does not divide"],
     ),
     "ep that does not fit": (
-        lambda at: None,
+        lambda place: None,
         TO_MCORE.replace("ep=2", "ep=16"),
         ["--layout.ep=16 does not divide"],
     ),
     "pp that does not divide": (
-        lambda at: None,
+        lambda place: None,
         TO_MCORE.replace("tp=2", "pp=2,dp=2,last_stage_layers=5"),
         ["last_stage_layers=5", "allowed"],
     ),
-    "unknown axis": (lambda at: None, TO_MCORE.replace("ep=2", "zz=2"), ["'zz'", "vpp"]),
+    "unknown axis": (lambda place: None, TO_MCORE.replace("ep=2", "zz=2"), ["'zz'", "vpp"]),
     "output that is not empty": (
-        lambda at: (at.folder / "out" / "mine").mkdir(parents=True),
+        lambda place: (place.folder / "out" / "mine").mkdir(parents=True),
         TO_MCORE,
         ["out is not empty"],
     ),
-    "output that is a file": (lambda at: (at.folder / "out").touch(), TO_HF, ["out is not empty"]),
-    "unknown dtype": (lambda at: None, TO_MCORE + " --dtype fp4", ["--dtype=fp4", "bfloat16"]),
-    "unknown dtype out": (lambda at: None, TO_HF + " --dtype fp4", ["--dtype=fp4", "fp8"]),
-    "unknown lora": (lambda at: None, TO_HF + " --lora both", ["--lora='both'", "'separate'"]),
-    "no size": (lambda at: None, TO_HF + " --max-shard-size big", ["--max-shard-size='big'"]),
-    "too little memory": (lambda at: None, TO_MCORE + " --max-memory 1MB", ["at least"]),
-    "unknown option": (lambda at: None, TO_HF + " --fast", ["--fast", "--help"]),
-    "unknown bridge": (lambda at: None, TO_MCORE + " --bridge brooklyn", ["megatron-bridge"]),
+    "output that is a file": (
+        lambda place: (place.folder / "out").touch(),
+        TO_HF,
+        ["out is not empty"],
+    ),
+    "unknown dtype": (lambda place: None, TO_MCORE + " --dtype fp4", ["--dtype=fp4", "bfloat16"]),
+    "unknown dtype out": (lambda place: None, TO_HF + " --dtype fp4", ["--dtype=fp4", "fp8"]),
+    "unknown lora": (lambda place: None, TO_HF + " --lora both", ["--lora='both'", "'separate'"]),
+    "no size": (lambda place: None, TO_HF + " --max-shard-size big", ["--max-shard-size='big'"]),
+    "too little memory": (lambda place: None, TO_MCORE + " --max-memory 1MB", ["at least"]),
+    "unknown option": (lambda place: None, TO_HF + " --fast", ["--fast", "--help"]),
+    "unknown bridge": (lambda place: None, TO_MCORE + " --bridge brooklyn", ["megatron-bridge"]),
     "bridge with a layout": (
-        lambda at: None,
+        lambda place: None,
         TO_MCORE + " --bridge megatron-bridge",
         ["--layout with --bridge"],
     ),
     "damaged metadata": (
-        lambda at: at.cut("checkpoint/.metadata", 500),
+        lambda place: place.cut("checkpoint/.metadata", 500),
         TO_HF,
         ["checkpoint/.metadata", "damaged"],
     ),
     "cut checkpoint": (
-        lambda at: at.cut(f"checkpoint/{shards(at)[-1]}", 1000),
+        lambda place: place.cut(f"checkpoint/{shards(place)[-1]}", 1000),
         TO_HF,
         ["truncated"],
     ),
     "missing file of a checkpoint": (
-        lambda at: (at.folder / "checkpoint" / shards(at)[0]).unlink(),
+        lambda place: (place.folder / "checkpoint" / shards(place)[0]).unlink(),
         TO_HF,
         ["has no file __0_0.distcp"],
     ),
     "bit flipped in a checkpoint": (
-        lambda at: at.flip(f"checkpoint/{shards(at)[0]}", 30_000),
+        lambda place: place.flip(f"checkpoint/{shards(place)[0]}", 30_000),
         TO_HF,
         ["__0_0.distcp", "damaged"],
     ),
     "checkpoint of an unknown model": (
-        lambda at: shutil.rmtree(at.folder / "checkpoint" / "hf"),
+        lambda place: shutil.rmtree(place.folder / "checkpoint" / "hf"),
         TO_HF,
         ["does not say which model", "--reference"],
     ),
     "reference of another model": (
-        lambda at: None,
+        lambda place: None,
         TO_HF + " --reference mtp",
         ["checkpoint"],
     ),
     "neither kind": (
-        lambda at: (at.folder / "empty").mkdir(),
+        lambda place: (place.folder / "empty").mkdir(),
         TO_HF.replace("checkpoint checkpoint", "checkpoint empty"),
         ["empty"],
     ),
@@ -282,13 +296,13 @@ def test_bits_flipped_anywhere_are_refused_or_without_consequence(
     start = 8 + int.from_bytes(data[:8], "little")
     places = {"header": range(0, start), "body": range(start, len(data))}[which]
     rng = random.Random(4)
-    wanted = (place.folder / "checkpoint" / "__0_0.distcp").read_bytes()
+    expected = (place.folder / "checkpoint" / "__0_0.distcp").read_bytes()
     refused = 0
     for _ in range(12):
         place.flip(WEIGHTS, rng.choice(places), 1 << rng.randrange(8))
         status = convert("hf-to-mcore --model model --output out")
         if status == 0:
-            assert (place.folder / "out" / "__0_0.distcp").read_bytes() == wanted
+            assert (place.folder / "out" / "__0_0.distcp").read_bytes() == expected
             shutil.rmtree(place.folder / "out")
         else:
             refused += 1
@@ -301,21 +315,21 @@ def test_bits_flipped_anywhere_are_refused_or_without_consequence(
 @pytest.mark.parametrize("kind", ["model", "checkpoint"])
 def test_inspect_tells_what_is_there(original, capsys, convert, kind):
     assert convert(f"inspect {original / kind} --json") == 0
-    found = json.loads(capsys.readouterr().out)
-    tensors = {tensor["name"]: tensor for tensor in found["tensors"]}
-    wanted = load_file(original / WEIGHTS)
+    report = json.loads(capsys.readouterr().out)
+    tensors = {tensor["name"]: tensor for tensor in report["tensors"]}
+    expected = load_file(original / WEIGHTS)
     if kind == "model":
-        assert found["num_tensors"] == len(wanted)
-        assert found["num_bytes"] == sum(t.nbytes for t in wanted.values())
-        assert found["facts"]["architectures"] == ["Qwen3MoeForCausalLM"]
+        assert report["num_tensors"] == len(expected)
+        assert report["num_bytes"] == sum(t.nbytes for t in expected.values())
+        assert report["facts"]["architectures"] == ["Qwen3MoeForCausalLM"]
         assert tensors[NORM]["shape"] == [64]
     else:
-        assert found["num_elements"] == sum(t.numel() for t in wanted.values())
-        assert (found["facts"]["optimizer"], found["facts"]["dtype"]) == (False, "float32")
+        assert report["num_elements"] == sum(t.numel() for t in expected.values())
+        assert (report["facts"]["optimizer"], report["facts"]["dtype"]) == (False, "float32")
         assert tensors["embedding.word_embeddings.weight"]["shape"] == [tiny_models.VOCAB, 64]
     assert convert(f"inspect {original / kind}") == 0
     table = capsys.readouterr().out
-    assert f"{found['num_tensors']} tensors" in table
+    assert f"{report['num_tensors']} tensors" in table
 
 
 @pytest.mark.parametrize("change", ["none", "value", "missing"])
@@ -326,12 +340,12 @@ def test_verify_has_an_exit_status_and_one_object(place, capsys, monkeypatch, co
     if change == "missing":
         place.tensors(lambda t: t.pop(NORM))
     status = convert("verify checkpoint model --json")
-    found = json.loads(capsys.readouterr().out)
-    assert (status, found["equal"]) == ((0, True) if change == "none" else (1, False))
+    report = json.loads(capsys.readouterr().out)
+    assert (status, report["equal"]) == ((0, True) if change == "none" else (1, False))
     if change == "value":
-        assert found["first_difference"]["name"] == NORM
+        assert report["first_difference"]["name"] == NORM
     if change == "missing":
-        assert found["only_in_a"] == [NORM]
+        assert report["only_in_a"] == [NORM]
     assert convert("verify checkpoint model") == status
     assert (
         capsys.readouterr()
@@ -386,5 +400,6 @@ def test_a_model_of_a_run_that_is_gone_is_named(place, convert, monkeypatch, cap
     monkeypatch.chdir(place.folder)
     made_of_run(place, settings={"model": {"path": "gone"}})
     assert convert("mcore-to-hf --checkpoint run --output out --workers 1") == 2
-    told = capsys.readouterr().err
-    assert "does not say which model it is of: there is no gone; name a Hugging Face fold" in told
+    message = capsys.readouterr().err
+    expected = "does not say which model it is of: there is no gone; name a Hugging Face fold"
+    assert expected in message

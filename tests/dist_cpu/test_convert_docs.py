@@ -15,18 +15,18 @@ import tiny_models
 
 from mcore_rl.cli.main import main
 from mcore_rl.config.schema import Layout
-from tests.pages import of_kind
+from tests.pages import select_commands
 
-COMMANDS = of_kind("conversion")
+COMMANDS = select_commands("conversion")
 
 
-@ranks.on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def saved(model: Path, checkpoint: Path, has_adapters: bool) -> ranks.Result:
     """A checkpoint as a run leaves it, with optimizer state or with adapters."""
-    spec = ranks.engine_spec(model, Layout())
+    spec = ranks.build_engine_spec(model, Layout())
     if has_adapters:
         spec = replace(lora_jobs.lora_spec(model, Layout(), "float32"), total_steps=0)
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     if has_adapters:
         lora_jobs.set_factors(engine)
     else:
@@ -59,6 +59,6 @@ def test_every_command_of_the_page_does_what_it_says(page, tmp_path, monkeypatch
             continue
         monkeypatch.setattr(sys, "argv", words)
         assert main() == 0, f"{text}\n{capsys.readouterr().err}"
-        said = capsys.readouterr().out
+        output = capsys.readouterr().out
         if words[-1] == "--json":
-            assert json.loads(said)
+            assert json.loads(output)

@@ -54,13 +54,13 @@ class Conversions:
 
 def living(session: int) -> list[int]:
     """Processes of a session."""
-    found = []
+    pids = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):
             is_member = session in (process.pid, os.getsid(process.pid))
             if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
-    return found
+                pids.append(process.pid)
+    return pids
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -118,13 +118,13 @@ def test_killed_at_random_moments_it_comes_to_the_same_bytes(
 ):
     """And no process outlives the one that was killed."""
     out, rng = tmp_path / "out", random.Random(workers)
-    wanted = contents(conversions.folder / OUTPUTS[name])
+    expected = contents(conversions.folder / OUTPUTS[name])
 
     def finish() -> float:
         started = time.monotonic()
         session = conversions.start(name, out, workers)
         wait_until(lambda: not living(session))
-        assert contents(out) == wanted
+        assert contents(out) == expected
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.txt"]
         shutil.rmtree(out)
         return time.monotonic() - started
@@ -138,7 +138,7 @@ def test_killed_at_random_moments_it_comes_to_the_same_bytes(
             kills += 1
         wait_until(lambda session=session: not living(session))
         if out.exists():
-            assert contents(out) == wanted
+            assert contents(out) == expected
             if not (tmp_path / ".out.partial").exists():
                 shutil.rmtree(out)
     finish()
@@ -161,8 +161,8 @@ def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers
         for pid in pids:
             with contextlib.suppress(OSError):
                 status = Path(f"/proc/{pid}/status").read_text()
-                if found := re.search(r"VmHWM:\s+(\d+)", status):
-                    peaks[pid] = int(found[1]) * 1024
+                if match := re.search(r"VmHWM:\s+(\d+)", status):
+                    peaks[pid] = int(match[1]) * 1024
     printed = Path(f"{out}.txt").read_text()
     size, unit = re.search(r"at most ([\d.]+) (MB|GB) of memory", printed).groups()
     bound = float(size) * {"MB": 1e6, "GB": 1e9}[unit]

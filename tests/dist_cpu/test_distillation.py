@@ -35,35 +35,35 @@ K, TEMPERATURE = 7, 2.0
 SHARES = (1.0, 0.5)  # of two teachers
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row: log-probs of the tokens, and the likeliest with their ids."""
-    spec = replace(ranks.engine_spec(path, layout), num_top_log_probs=K, total_steps=0)
-    engine = ranks.started(spec, partial(create_engine, "language_model"))
-    found = engine.infer_batch(batch, temperature=TEMPERATURE)
+    spec = replace(ranks.build_engine_spec(path, layout), num_top_log_probs=K, total_steps=0)
+    engine = ranks.start_engine(spec, partial(create_engine, "language_model"))
+    scored = engine.infer_batch(batch, temperature=TEMPERATURE)
     names = "log_probs", "top_log_probs", "top_ids"
-    return {n: torch.from_numpy(found[n].values.copy()) for n in names} if found else {}
+    return {n: torch.from_numpy(scored[n].values.copy()) for n in names} if scored else {}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def gradients(path: Path, layout: Layout, batch: Batch, kind: str) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     engine.optimizer_zero_grad()
     loss = PolicyLoss(AlgorithmConfig(distillation=DistillationConfig(loss=kind)))
     results = engine.forward_backward_batch(
         batch, loss, forward_only=False, temperature=TEMPERATURE
     )
-    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.gradients(engine)}
+    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.read_gradients(engine)}
 
 
 def table_of(model: Any, batch: Batch) -> torch.Tensor:
     """[response tokens, vocabulary], float64 log-probs by transformers."""
-    found = []
+    tables = []
     for row in range(len(batch)):
         start = len(batch.jagged("prompt_ids")[row]) - 1
         logits = model(ids_of(batch, row)).logits[0, start:-1].double()
-        found.append((logits / TEMPERATURE).log_softmax(-1))
-    return torch.cat(found)
+        tables.append((logits / TEMPERATURE).log_softmax(-1))
+    return torch.cat(tables)
 
 
 def teachers() -> list[Any]:
@@ -99,14 +99,14 @@ def loss_by_torch(model: Any, batch: Batch, kind: str) -> torch.Tensor:
     """Token by token: the KL of the distributions over k tokens and 'any other'."""
     table = table_of(model, batch).exp()
     ids = torch.from_numpy(batch.jagged("teacher_ids").values)
-    theirs = torch.from_numpy(batch.jagged("teacher_top_log_probs").values).double().exp()
+    teacher_probs = torch.from_numpy(batch.jagged("teacher_top_log_probs").values).double().exp()
     total = torch.zeros((), dtype=torch.float64)
     for t, weight in enumerate(batch.jagged("distillation_weights").values.tolist()):
         for teacher, share in enumerate(SHARES):
-            mine = [table[t, i] for i in ids[t, teacher].tolist()]
-            other = [*theirs[t, teacher]]
-            mine, other = [*mine, 1 - sum(mine)], [*other, 1 - sum(other)]
-            pairs = zip(mine, other, strict=True)
+            probs = [table[t, i] for i in ids[t, teacher].tolist()]
+            target_probs = [*teacher_probs[t, teacher]]
+            probs, target_probs = [*probs, 1 - sum(probs)], [*target_probs, 1 - sum(target_probs)]
+            pairs = zip(probs, target_probs, strict=True)
             for p, q in pairs if kind == "reverse_kl" else ((b, a) for a, b in pairs):
                 total = total + weight * share * p * (p.log() - q.log())
     return total
@@ -118,14 +118,14 @@ def test_loss_and_gradients_equal_torch_on_transformers(case, kind, layout):
     path, batch, folder = case
     model = tiny_models.build("qwen3")
     loss = loss_by_torch(model, batch, kind)
-    found = gradients(path, LAYOUTS[layout], batch, kind)
-    metrics = [f["metrics"] for f in found if f["metrics"]]
-    for one in metrics:
-        assert one["distillation_loss"] == pytest.approx(loss.item(), rel=1e-4)
-        assert one["policy_loss"] == 0
+    results = gradients(path, LAYOUTS[layout], batch, kind)
+    metrics = [f["metrics"] for f in results if f["metrics"]]
+    for rank_metrics in metrics:
+        assert rank_metrics["distillation_loss"] == pytest.approx(loss.item(), rel=1e-4)
+        assert rank_metrics["policy_loss"] == 0
     assert loss.item() > 0.001
-    wanted = reference_gradients(model, loss, folder / f"{kind}-{layout}")
-    assert_gradients(found, wanted)
+    expected = reference_gradients(model, loss, folder / f"{kind}-{layout}")
+    assert_gradients(results, expected)
 
 
 @pytest.mark.parametrize("layout", ["tp2", "cp2", "pp2"])
@@ -135,10 +135,10 @@ def test_what_a_teacher_gives_equals_transformers(case, layout):
     with torch.no_grad():
         table = table_of(teachers()[0], batch)
     sampled = torch.from_numpy(batch.jagged("response_ids").values)
-    asked = batch.select("prompt_ids", "response_ids")
-    for found in filter(None, top_log_probs(path, LAYOUTS[layout], asked)):
-        top = found["top_log_probs"].double()
+    inputs = batch.select("prompt_ids", "response_ids")
+    for scored in filter(None, top_log_probs(path, LAYOUTS[layout], inputs)):
+        top = scored["top_log_probs"].double()
         torch.testing.assert_close(top, table.topk(K).values, rtol=0, atol=1e-4)
-        torch.testing.assert_close(top, table.gather(1, found["top_ids"]), rtol=0, atol=1e-4)
-        wanted = table.gather(1, sampled[:, None])[:, 0]
-        torch.testing.assert_close(found["log_probs"].double(), wanted, rtol=0, atol=1e-4)
+        torch.testing.assert_close(top, table.gather(1, scored["top_ids"]), rtol=0, atol=1e-4)
+        expected = table.gather(1, sampled[:, None])[:, 0]
+        torch.testing.assert_close(scored["log_probs"].double(), expected, rtol=0, atol=1e-4)

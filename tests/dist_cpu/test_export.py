@@ -28,15 +28,15 @@ LAYOUTS = [
 BUCKETS = [1, 64 << 10, weights.EXPORT_BUCKET_BYTES]
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def export(path: Path, layout: Layout, bucket_bytes: int) -> ranks.Result:
     """Tensors, bytes of the buckets, and the messages of this rank by peer."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     messages: Counter[str] = Counter()
     transfer = dist.batch_isend_irecv
 
     def count(operations: list[dist.P2POp]) -> list[dist.Work]:
-        messages.update(f"{one.op.__name__} {one.peer}" for one in operations)
+        messages.update(f"{operation.op.__name__} {operation.peer}" for operation in operations)
         return transfer(operations)
 
     with (
@@ -71,8 +71,8 @@ def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ids=str,
 )
 def test_an_export_takes_one_message_for_each_owner_and_bucket(path, layout, bucket_bytes):
-    first, *others = export(path, layout, bucket_bytes)
-    assert all(not result["tensors"] for result in others)
+    first, *other_ranks = export(path, layout, bucket_bytes)
+    assert all(not result["tensors"] for result in other_ranks)
     checkpoint = load_file(path / "model.safetensors")
     assert first["tensors"].keys() == checkpoint.keys()
     for name, tensor in checkpoint.items():
@@ -80,7 +80,7 @@ def test_an_export_takes_one_message_for_each_owner_and_bucket(path, layout, buc
     owners = first["owners"]
     expected = Counter(f"irecv {rank}" for bucket in owners for rank in bucket if rank)
     assert first["messages"] == dict(expected)
-    for rank, result in enumerate(others, 1):
+    for rank, result in enumerate(other_ranks, 1):
         num = expected[f"irecv {rank}"]
         assert result["messages"] == ({"isend 0": num} if num else {})
     assert (len(owners) == 1) == (bucket_bytes == weights.EXPORT_BUCKET_BYTES)

@@ -52,27 +52,27 @@ RESUMED = [
 ]  # fmt: skip
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def parity(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Scores, export and training steps, and what only an engine that has just loaded can tell."""
-    loaded = ranks.started(replace(ranks.engine_spec(path, layout), total_steps=0))
-    fresh = {"mbridge": by_mbridge(loaded, path), "rotary": rotary(loaded.chunks[0])}
-    return ranks.parity(path, layout, batch) | fresh
+    loaded = ranks.start_engine(replace(ranks.build_engine_spec(path, layout), total_steps=0))
+    fresh = {"mbridge": convert_by_mbridge(loaded, path), "rotary": rotary(loaded.chunks[0])}
+    return ranks.run_parity(path, layout, batch) | fresh
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def three_steps(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Gradients of the first step, each by its name, and three steps."""
-    engine = ranks.started_with(path, layout, {"optimizer.eps": torch_reference.EPSILON})
-    mine = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, {"optimizer.eps": torch_reference.EPSILON})
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
-    actual: ranks.Result = {"gradients": ranks.gradients(engine)}
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(3)]
+    engine.forward_backward_batch(share, ranks.LOSS, forward_only=False)
+    actual: ranks.Result = {"gradients": ranks.read_gradients(engine)}
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(3)]
     return actual | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
-def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tensor]]:
+def convert_by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tensor]]:
     """For each parameter of this rank: [ours, mbridge's from the same checkpoint].
 
     mbridge converts and splits with its own code. Nothing for a family that it does not know.
@@ -95,14 +95,14 @@ def by_mbridge(engine: MegatronEngine, path: Path) -> dict[str, list[torch.Tenso
     checkpoint = load_file(path / "model.safetensors")
     names = bridge._weight_name_mapping_mcore_local_to_global(model)
     actual = {}
-    for local, ours in get_local_tensors(model).items():
+    for local, tensor in get_local_tensors(model).items():
         sources = bridge._weight_name_mapping_mcore_to_hf(names[local])
-        whole = bridge._weight_to_mcore_format(local, [checkpoint[name] for name in sources])
+        full_tensor = bridge._weight_to_mcore_format(local, [checkpoint[name] for name in sources])
         expert = ".mlp.experts.linear_fc" in local
         size = bridge.mpu.etp_size if expert else bridge.mpu.tp_size
         rank = bridge.mpu.etp_rank if expert else bridge.mpu.tp_rank
-        theirs = bridge._weight_split_across_tp(local, whole, ours, size)[rank]
-        actual[local] = [ours.detach().clone(), theirs.clone()]
+        expected = bridge._weight_split_across_tp(local, full_tensor, tensor, size)[rank]
+        actual[local] = [tensor.detach().clone(), expected.clone()]
     return actual
 
 
@@ -121,7 +121,7 @@ def mbridge_for(model_type: str, hf_config: Any, config: Any) -> Any:
     return bridge
 
 
-@ranks.on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def names_by_mbridge(path: Path) -> ranks.Result:
     """Each parameter of a model with a prediction layer: [our, mbridge's] checkpoint tensors.
 
@@ -144,11 +144,11 @@ def names_by_mbridge(path: Path) -> ranks.Result:
     }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def bfloat16(path: Path, layout: Layout) -> ranks.Result:
     """What a model in bfloat16 exports."""
-    spec = replace(ranks.engine_spec(path, layout, "bfloat16"), total_steps=0)
-    return dict(ranks.started(spec).get_per_tensor_param())
+    spec = replace(ranks.build_engine_spec(path, layout, "bfloat16"), total_steps=0)
+    return dict(ranks.start_engine(spec).get_per_tensor_param())
 
 
 def rotary(model: Any) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def test_logits_over_several_chunks_of_a_gated_delta_net_equal_transformers(runs
     lengths = batch.jagged("prompt_ids").lengths + batch.jagged("response_ids").lengths
     assert lengths.max() > 128
     reference, _, _ = tiny_models.reference_scores(runs.models["qwen3_next"], batch)
-    for result in ranks.parity(runs.checkpoints["qwen3_next"], layout, batch):
+    for result in ranks.run_parity(runs.checkpoints["qwen3_next"], layout, batch):
         expected = torch.from_numpy(reference)
         torch.testing.assert_close(result["logits"], expected, rtol=0, atol=2e-5)
 
@@ -239,8 +239,8 @@ def test_export_gives_back_each_tensor_bit_for_bit(runs, name, place):
 def test_every_parameter_equals_mbridges_conversion(runs, name, place):
     for result in runs.parity(name, place):
         assert len(result["mbridge"]) > 10
-        for key, (ours, theirs) in result["mbridge"].items():
-            assert torch.equal(ours, theirs), key
+        for key, (actual, expected) in result["mbridge"].items():
+            assert torch.equal(actual, expected), key
 
 
 @pytest.mark.parametrize("name", EACH)
@@ -283,7 +283,7 @@ def test_gradients_of_each_tensor_equal_plain_torch_on_transformers(runs, name, 
 def test_three_steps_equal_plain_torch_on_transformers(runs, name, place):
     """Policy loss, clipped gradients and AdamW."""
     path, result = runs.checkpoints[name], runs.three_steps(name, place)
-    settings = ranks.engine_spec(path, Layout()).engine.optimizer
+    settings = ranks.build_engine_spec(path, Layout()).engine.optimizer
     norms, weights = torch_reference.train(path, runs.batch, settings, num_steps=3)
     assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-4)
     for key, tensor in result["trained"].items():
@@ -374,7 +374,7 @@ def test_scores_and_three_steps_of_kimi_k2_5_equal_plain_torch_on_transformers(l
     for result in parity(path, layout, batch):
         actual = torch.cat(result["log_probs"])
         torch.testing.assert_close(actual, torch.cat(expected["log_probs"]), rtol=0, atol=1e-5)
-    settings = ranks.engine_spec(path, Layout()).engine.optimizer
+    settings = ranks.build_engine_spec(path, Layout()).engine.optimizer
     norms, weights = torch_reference.train(plain, batch, settings, num_steps=3)
     weights = {tiny_families.name_kimi_tensor(key): tensor for key, tensor in weights.items()}
     result = three_steps(path, layout, batch)[0]
@@ -387,5 +387,5 @@ def test_scores_and_three_steps_of_kimi_k2_5_equal_plain_torch_on_transformers(l
 def test_prediction_layers_are_named_as_mbridge_names_them(runs, name):
     [names] = names_by_mbridge(runs.checkpoints[name])
     assert any(key.startswith("mtp.layers.0.mtp_model_layer.mlp.experts") for key in names)
-    for key, (ours, theirs) in names.items():
-        assert ours == theirs, key
+    for key, (actual, expected) in names.items():
+        assert actual == expected, key

@@ -109,7 +109,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def build_spec(
     path: Path, layout: Layout, changes: dict[str, Any], dtype: str = "float32"
 ) -> EngineSpec:
-    spec = ranks.engine_spec(path, layout, dtype)
+    spec = ranks.build_engine_spec(path, layout, dtype)
     optimizer = replace(spec.engine.optimizer, eps=torch_reference.EPSILON)
     engine = replace(spec.engine, backend="fsdp", optimizer=optimizer, **changes)
     return replace(spec, engine=engine, model=replace(spec.model, family="transformers"))
@@ -117,27 +117,27 @@ def build_spec(
 
 def start(path: Path, layout: Layout, changes: dict[str, Any], kind: str = "language_model") -> Any:
     spec = build_spec(path, layout, changes)
-    engine = ranks.started(spec, lambda spec: create_engine(kind, spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine(kind, spec))
     engine.mesh = Mesh(layout)
     return engine
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def run_steps(path: Path, layout: Layout, changes: dict[str, Any], batch: Batch) -> ranks.Result:
     """Score the batch and take three steps."""
     engine = start(path, layout, changes)
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine, temperature=TEMPERATURE)
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share, temperature=TEMPERATURE)
     scores = {
         name: {row: torch.from_numpy(v.copy()) for row, v in zip(rows, column, strict=True)}
         for name in ("log_probs", "entropy")
         for column in [scored.jagged(name)]
     }
     exported = dict(engine.get_per_tensor_param())
-    steps = [engine.train_batch(mine, ranks.LOSS)]
+    steps = [engine.train_batch(share, ranks.LOSS)]
     leave_and_return(engine)
-    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     trained = dict(engine.get_per_tensor_param())
     return scores | {"steps": steps, "exported": exported, "trained": trained}
 
@@ -189,20 +189,20 @@ def test_scores_and_three_steps_equal_plain_torch(models, family, name):
     check_steps(models[family], *LAYOUTS[name])
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def run_bfloat16(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Scores, gradient norm and weights with products in bfloat16, of a trainer and a scorer."""
     spec = build_spec(path, layout, {}, "bfloat16")
-    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine("language_model", spec))
     engine.mesh = Mesh(layout)
-    mine = batch.take(ranks.share_of(engine, batch))
-    scores = engine.infer_batch(mine).jagged("log_probs").values.copy()
+    share = batch.take(ranks.list_rows(engine, batch))
+    scores = engine.infer_batch(share).jagged("log_probs").values.copy()
     frozen = create_engine("language_model", replace(spec, total_steps=0))
     frozen.initialize()
-    scorer_scores = frozen.infer_batch(mine).jagged("log_probs").values.copy()
+    scorer_scores = frozen.infer_batch(share).jagged("log_probs").values.copy()
     frozen_dtypes = sorted({str(t.dtype) for t in frozen.get_local_weights().stored.values()})
     frozen.close()
-    step = engine.train_batch(mine, ranks.LOSS)
+    step = engine.train_batch(share, ranks.LOSS)
     trained = dict(engine.get_per_tensor_param())
     return {
         "scores": torch.from_numpy(scores),
@@ -233,7 +233,7 @@ def test_a_bfloat16_model_has_float32_weights_and_scores_within_its_rounding(mod
     assert results[0]["frozen_dtypes"] == ["torch.bfloat16", *buffers]
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def refuse(path: Path, layout: Layout, changes: dict[str, Any]) -> ranks.Result:
     with pytest.raises(ConfigError) as caught:
         start(path, layout, changes)
@@ -281,24 +281,24 @@ def test_without_packing_such_a_family_equals_plain_torch(models):
     check_steps(models["qwen3_next"], Layout(dp=2), {"fsdp": FSDPConfig(packing=False)})
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def save(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """Take four steps in one go; save after the second."""
     engine = start(path, layout, {})
-    mine = batch.take(ranks.share_of(engine, batch))
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.list_rows(engine, batch))
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(folder)
-    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def resume(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     engine = start(path, layout, {})
     engine.load_checkpoint(folder)
-    mine = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     saved = dict(engine.get_per_tensor_param())
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "saved": saved, "trained": dict(engine.get_per_tensor_param())}
 
 
@@ -323,15 +323,15 @@ def test_a_checkpoint_of_two_ranks_goes_on_in_any_layout(models, family, name, t
         torch.testing.assert_close(tensor, saved["trained"][name], rtol=0, atol=3e-6, msg=name)
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def score_values(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Values of a critic that starts from a language model, before and after a step."""
     engine = start(path, layout, {}, "value_model")
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    zeros = engine.infer_batch(mine).jagged("values").values
-    engine.train_batch(mine, fit_values)
-    values = engine.infer_batch(mine).jagged("values")
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    zeros = engine.infer_batch(share).jagged("values").values
+    engine.train_batch(share, fit_values)
+    values = engine.infer_batch(share).jagged("values")
     exported = dict(engine.get_per_tensor_param())
     return {
         "zeros": bool(np.all(zeros == 0)),
@@ -365,17 +365,17 @@ def test_an_exported_critic_has_the_values_of_the_engine(models, layout, tmp_pat
     torch.testing.assert_close(values, torch.cat(expected), rtol=0, atol=1e-5)
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def train_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """Take two steps of adapters, save, and take two more."""
     engine = start(path, layout, {"lora": LORA})
-    mine = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     exported = dict(engine.get_per_tensor_param())
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     engine.save_checkpoint(folder)
-    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
-    scored = engine.infer_batch(mine).jagged("log_probs").values.copy()
-    base = engine.infer_batch(mine, adapters=False).jagged("log_probs").values.copy()
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    scored = engine.infer_batch(share).jagged("log_probs").values.copy()
+    base = engine.infer_batch(share, adapters=False).jagged("log_probs").values.copy()
     local = engine.get_local_weights()
     return {
         "steps": steps,
@@ -391,12 +391,12 @@ def train_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ra
 LORA = LoRAConfig(rank=4, alpha=8.0)
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def resume_adapters(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     engine = start(path, layout, {"lora": LORA})
     engine.load_checkpoint(folder)
-    mine = batch.take(ranks.share_of(engine, batch))
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    share = batch.take(ranks.list_rows(engine, batch))
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "merged": dict(engine.get_per_tensor_param())}
 
 
@@ -414,11 +414,11 @@ def test_adapters_train_resume_and_export_as_peft_has_them(models, family, tmp_p
         merged = stored[name] + 2.0 * b @ a
         torch.testing.assert_close(result["merged"][name], merged, rtol=0, atol=1e-6, msg=name)
     model = torch_reference.load(path)
-    mine = batch.take(range(6))
+    share = batch.take(range(6))
     for state, name in ((stored, "base"), (result["merged"], "scored")):
         model.load_state_dict(unfuse(model, state), strict=False)
         with torch.no_grad():
-            expected = torch.cat(torch_reference.score(model, mine, 1.0)["log_probs"])
+            expected = torch.cat(torch_reference.score(model, share, 1.0)["log_probs"])
         torch.testing.assert_close(result[name], expected, rtol=0, atol=1e-5)
     resumed = resume_adapters(path, Layout(dp=3), batch, tmp_path / "saved")[0]
     for step, expected_step in zip(resumed["steps"], result["steps"][2:], strict=True):

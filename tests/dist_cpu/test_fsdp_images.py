@@ -66,12 +66,12 @@ def start(path: Path, images: Path, layout: Layout, changes: dict[str, Any]) -> 
     spec = build_spec(path, layout, changes)
     model = replace(spec.model, family="transformers")
     spec = replace(spec, model=model, images_folder=str(images))
-    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine("language_model", spec))
     engine.mesh = Mesh(layout)
     return engine
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def run_steps(
     path: Path, images: Path, layout: Layout, changes: dict[str, Any], batch: Batch
 ) -> ranks.Result:
@@ -85,17 +85,17 @@ def run_steps(
         return compute(content)
 
     engine.vision._tokens.compute_pixels = count
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine, temperature=TEMPERATURE)
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share, temperature=TEMPERATURE)
     scores = {
         name: {row: torch.from_numpy(v.copy()) for row, v in zip(rows, column, strict=True)}
         for name in ("log_probs", "entropy")
         for column in [scored.jagged(name)]
     }
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(3)]
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(3)]
     trained = dict(engine.get_per_tensor_param())
-    different = {name for names in mine.array("images").tolist() for name in names.split()}
+    different = {name for names in share.array("images").tolist() for name in names.split()}
     assert num_computed == len(different)  # once for the samples of a group, and all passes
     return scores | {"steps": steps, "trained": trained, "num": num_computed}
 
@@ -136,7 +136,7 @@ def test_scores_and_three_steps_equal_plain_torch(kind, name, store, tmp_path):
         torch.testing.assert_close(value, weights[tensor], rtol=0, atol=3e-6, msg=tensor)
 
 
-@ranks.on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def score_packs(path: Path, images: Path, batch: Batch) -> ranks.Result:
     """Score in packs and one by one."""
     scores = []
@@ -157,12 +157,12 @@ def test_packs_with_images_keep_sequences_apart(store, tmp_path):
     torch.testing.assert_close(result["packed"], result["alone"], rtol=0, atol=1e-5)
 
 
-@ranks.on_ranks(1)
+@ranks.spawn_on_ranks(1)
 def score_texts(path: Path, batch: Batch) -> ranks.Result:
     """Score in the engine of a run without images."""
     spec = build_spec(path, Layout(), {})
     spec = replace(spec, model=replace(spec.model, family="transformers"))
-    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine("language_model", spec))
     return {"log_probs": torch.from_numpy(engine.infer_batch(batch).jagged("log_probs").values)}
 
 

@@ -148,7 +148,7 @@ def cases_of(model: str) -> dict[str, Case]:
 NAMES = [(m, n) for m in MODELS for n in cases_of(m)]
 # Each axis alone and each way of running, with one model; three axes and more. Axes that
 # one of these has are not repeated one by one for the other models.
-KEPT = {
+DAILY = {
     "dense": (
         "full recompute", "tp2", "pp2 head", "pp2 vpp2 embedding head", "cp2", "dp2",
         "dp2 sharded overlap", "pp2 cp2", "tp2 dp2 sharded overlap full",
@@ -169,20 +169,20 @@ KEPT = {
 }  # fmt: skip
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def two_steps(path: Path, layout: Layout, settings: ranks.Settings, batch: Batch) -> ranks.Result:
     """Log-probs of this rank's rows, where the last stage is, and two optimizer steps."""
     # Adam divides by the size of a gradient: without a floor it blows the rounding of one that is
     # nearly zero up to a whole step, and the loss of the second step shows it.
-    engine = ranks.started_with(path, layout, {**settings, "optimizer.eps": 1e-5})
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine)
-    found = {} if scored is None else {"log_probs": _by_row(rows, scored)}
-    return {**found, "steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
+    engine = ranks.start_engine_with(path, layout, {**settings, "optimizer.eps": 1e-5})
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share)
+    result = {} if scored is None else {"log_probs": _index_by_row(rows, scored)}
+    return {**result, "steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 
-def _by_row(rows: list[int], scored: Batch) -> dict[int, list[float]]:
+def _index_by_row(rows: list[int], scored: Batch) -> dict[int, list[float]]:
     columns = scored.jagged("log_probs")
     return {row: columns[place].tolist() for place, row in enumerate(rows)}
 
@@ -193,7 +193,7 @@ class Runs:
     paths: dict[tuple[str, int], Path]  # by model and depth
 
     @classmethod
-    def of(cls, folder: Path) -> Runs:
+    def build(cls, folder: Path) -> Runs:
         paths = {
             (m, depth): golden_models.save(m, folder, depth) for m in MODELS for depth in DEPTHS
         }
@@ -209,7 +209,7 @@ class Runs:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Runs:
-    return Runs.of(tmp_path_factory.mktemp("golden"))
+    return Runs.build(tmp_path_factory.mktemp("golden"))
 
 
 @pytest.fixture(scope="module")
@@ -219,38 +219,38 @@ def golden():
 
 def log_probs(by_rank):
     """By row of the batch; ranks that score the same row must agree, and no row may be missing."""
-    found = {}
+    values_by_row = {}
     for result in by_rank:
         for row, values in result.get("log_probs", {}).items():
-            assert found.setdefault(row, values) == pytest.approx(values, abs=1e-6)
-    return [found[row] for row in sorted(found)]
+            assert values_by_row.setdefault(row, values) == pytest.approx(values, abs=1e-6)
+    return [values_by_row[row] for row in sorted(values_by_row)]
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("model", MODELS)
 def test_one_rank_gives_the_golden_values(runs, golden, model, depth):
-    [one], values = runs.one_rank(model, depth), golden[f"{model}/{depth}"]
-    for found, wanted in zip(log_probs([one]), values["log_probs"], strict=True):
-        assert found == pytest.approx(wanted, abs=1e-5)
-    for place, step in enumerate(one["steps"]):
+    [result], values = runs.one_rank(model, depth), golden[f"{model}/{depth}"]
+    for actual, expected in zip(log_probs([result]), values["log_probs"], strict=True):
+        assert actual == pytest.approx(expected, abs=1e-5)
+    for place, step in enumerate(result["steps"]):
         assert step["loss"] == pytest.approx(values["loss"][place], abs=1e-6)
         assert step["grad_norm"] == pytest.approx(values["grad_norm"][place], rel=1e-4)
 
 
 @pytest.mark.parametrize(
-    ("model", "name"), all_but([(model, name) for model in KEPT for name in KEPT[model]], NAMES)
+    ("model", "name"), all_but([(model, name) for model in DAILY for name in DAILY[model]], NAMES)
 )
 def test_a_layout_equals_one_rank(runs, model, name):
-    [one] = runs.one_rank(model, CASES[name].num_layers)
+    [reference] = runs.one_rank(model, CASES[name].num_layers)
     by_rank = runs.case(model, CASES[name])
-    for found, wanted in zip(log_probs(by_rank), log_probs([one]), strict=True):
-        assert found == pytest.approx(wanted, abs=1e-5)
+    for actual, expected in zip(log_probs(by_rank), log_probs([reference]), strict=True):
+        assert actual == pytest.approx(expected, abs=1e-5)
     assert any("loss" in result["steps"][0] for result in by_rank)
     for result in by_rank:
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
+        for step, expected in zip(result["steps"], reference["steps"], strict=True):
             if "loss" in step:
-                assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+                assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 def test_the_steps_move_the_loss(golden):
@@ -263,14 +263,14 @@ def test_the_steps_move_the_loss(golden):
 def remake() -> None:
     golden = {}
     with tempfile.TemporaryDirectory() as folder:
-        runs = Runs.of(Path(folder))
+        runs = Runs.build(Path(folder))
         for model, depth in runs.paths:
-            [one] = runs.one_rank(model, depth)
-            rows = one["log_probs"].values()
+            [result] = runs.one_rank(model, depth)
+            rows = result["log_probs"].values()
             golden[f"{model}/{depth}"] = {
                 "log_probs": [[round(value, 7) for value in row] for row in rows],
-                "loss": [step["loss"] for step in one["steps"]],
-                "grad_norm": [step["grad_norm"] for step in one["steps"]],
+                "loss": [step["loss"] for step in result["steps"]],
+                "grad_norm": [step["grad_norm"] for step in result["steps"]],
             }
     text = json.dumps(golden, indent=1).replace("\n   ", " ").replace("\n  ]", " ]")
     GOLDEN.write_text(text + "\n")

@@ -29,10 +29,10 @@ from mcore_rl.parallel.store import join_world
 # (tokens, vocabulary, rows a rank): padding on the last rank, a rank of padding alone, no tokens.
 SPLITS = {"odd": (13, 131, 66), "padding": (13, 3, 4), "nothing": (0, 131, 66)}
 CHUNKS = {"tiles": 8 * 5 * 256, "whole": 1 << 20}
-ONE = {"tp1": Layout()}
+ONE_RANK = {"tp1": Layout()}
 LAYOUTS = {
-    "qwen3": ONE | {"tp2": Layout(tp=2), "pp2": Layout(pp=2)},
-    "qwen3_moe": ONE
+    "qwen3": ONE_RANK | {"tp2": Layout(tp=2), "pp2": Layout(pp=2)},
+    "qwen3_moe": ONE_RANK
     | {
         "tp2": Layout(tp=2),
         "dp2": Layout(dp=2),
@@ -55,7 +55,7 @@ def split_problem(tokens: int, vocab: int, hidden: int = 7) -> tuple[torch.Tenso
     return h, w, targets, weights
 
 
-@ranks.on_ranks(2)
+@ranks.spawn_on_ranks(2)
 def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.Result:
     """Scores with `rows` rows of the head on each rank, and their gradients put together."""
     from mcore_rl.engine.logprob import VocabShard, compute_log_probs
@@ -65,8 +65,8 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     h, w, targets, weights = split_problem(tokens, vocab)
     start = dist.get_rank() * rows
     shard = torch.full((rows, w.shape[1]), 1e3, dtype=w.dtype)  # padding that must not be seen
-    mine = w[start : start + rows]
-    shard[: len(mine)] = mine
+    head_rows = w[start : start + rows]
+    shard[: len(head_rows)] = head_rows
     h.requires_grad_()
     shard.requires_grad_()
     scores = compute_log_probs(
@@ -90,13 +90,15 @@ def split_scores(tokens: int, vocab: int, rows: int, chunk_bytes: int) -> ranks.
     }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def top_log_probs(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """By row of the batch, of each response token: the three likeliest ids, their log-probs, and
     the sum of all squared probabilities."""
-    spec = replace(ranks.engine_spec(path, layout), num_top_log_probs=3, with_sum_pi_squared=True)
-    engine = ranks.started(spec)
-    rows = ranks.share_of(engine, batch)
+    spec = replace(
+        ranks.build_engine_spec(path, layout), num_top_log_probs=3, with_sum_pi_squared=True
+    )
+    engine = ranks.start_engine(spec)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows), temperature=0.7)
     if scored is None:
         return {}
@@ -112,12 +114,12 @@ def value_loss(inputs: LossInputs) -> LossResult:
 
 
 def value_engine(path: Path, layout: Layout, dtype: str = "float32", lora: int = 0) -> ValueEngine:
-    spec = ranks.engine_spec(path, layout, dtype)
+    spec = ranks.build_engine_spec(path, layout, dtype)
     spec.engine.lora.rank = lora
     # Adam divides by the size of a gradient: without a floor it blows the rounding of one that is
     # nearly zero up to a whole step, and the loss of the second step shows it.
     spec.engine.optimizer.eps = 1e-5
-    return ranks.started(spec, ValueEngine)
+    return ranks.start_engine(spec, ValueEngine)
 
 
 def values_of(engine: ValueEngine, batch: Batch, rows: list[int]) -> dict[int, torch.Tensor]:
@@ -130,28 +132,28 @@ def values_of(engine: ValueEngine, batch: Batch, rows: list[int]) -> dict[int, t
     return {row: torch.from_numpy(columns[place].copy()) for place, row in enumerate(rows)}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def value_training(
     path: Path, layout: Layout, batch: Batch, dtype: str = "float32", lora: int = 0
 ) -> ranks.Result:
     """Values and export before, and both after two optimizer steps on the batch."""
     engine = value_engine(path, layout, dtype, lora)
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
     return {
         "values": values_of(engine, batch, rows),
         "exported": dict(engine.get_per_tensor_param()),
-        "steps": [engine.train_batch(mine, value_loss) for _ in range(2)],
+        "steps": [engine.train_batch(share, value_loss) for _ in range(2)],
         "values_after": values_of(engine, batch, rows),
         "trained": dict(engine.get_per_tensor_param()),
     }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def value_export(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """Two steps from a language model's checkpoint, then an export and a training checkpoint."""
     engine = value_engine(path, layout)
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     before = values_of(engine, batch, rows)
     for _ in range(2):
         engine.train_batch(batch.take(rows), value_loss)
@@ -184,12 +186,12 @@ class Runs:
     folder: Path
 
     def trained(self, model: str, layout: str, *settings: Any) -> list[ranks.Result]:
-        at = LAYOUTS[model][layout]
-        return value_training(self.checkpoints[model], at, self.batch, *settings)
+        parallel_layout = LAYOUTS[model][layout]
+        return value_training(self.checkpoints[model], parallel_layout, self.batch, *settings)
 
     def top(self, layout: str) -> list[ranks.Result]:
-        at = LAYOUTS["qwen3_moe"][layout]
-        return top_log_probs(self.checkpoints["language"], at, self.batch)
+        parallel_layout = LAYOUTS["qwen3_moe"][layout]
+        return top_log_probs(self.checkpoints["language"], parallel_layout, self.batch)
 
     def exported(self) -> list[ranks.Result]:
         return value_export(self.checkpoints["language"], Layout(tp=2), self.batch, self.folder)
@@ -232,24 +234,24 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(make_batch(), checkpoints, folder)
 
 
-def by_row(by_rank: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
+def join_rows(by_rank: list[dict[str, Any]], name: str) -> list[torch.Tensor]:
     """A column of the whole batch; ranks that have the same row must agree bit for bit."""
-    found: dict[int, torch.Tensor] = {}
+    values_by_row: dict[int, torch.Tensor] = {}
     for result in by_rank:
         for row, values in result.get(name, {}).items():
-            assert torch.equal(found.setdefault(row, values), values)
-    return [found[row] for row in range(len(found))]
+            assert torch.equal(values_by_row.setdefault(row, values), values)
+    return [values_by_row[row] for row in range(len(values_by_row))]
 
 
 def logits_by_row(model: Any, batch: Batch) -> list[torch.Tensor]:
     """The outputs of a transformers model at the states before each response token."""
-    found = []
+    outputs = []
     for prompt, response in zip(
         batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True
     ):
         ids = torch.from_numpy(np.concatenate([prompt, response]))[None]
-        found.append(model(ids).logits[0, len(prompt) - 1 : -1])
-    return found
+        outputs.append(model(ids).logits[0, len(prompt) - 1 : -1])
+    return outputs
 
 
 @pytest.mark.parametrize("chunk", CHUNKS)
@@ -265,54 +267,54 @@ def test_scores_over_two_ranks_equal_the_plain_softmax(split, chunk):
     loss = (log_probs * weights[0] + entropy * weights[1]).sum()
     grad_h, grad_w = torch.autograd.grad(loss, (h, w))
     top = scores.detach().topk(min(3, vocab))
-    for found in split_scores(tokens, vocab, rows, CHUNKS[chunk]):
-        torch.testing.assert_close(found["log_probs"], log_probs.detach())
-        torch.testing.assert_close(found["entropy"], entropy.detach())
-        torch.testing.assert_close(found["squares"], scores.detach().exp().square().sum(-1))
-        assert not found["squares"].requires_grad
-        torch.testing.assert_close(found["top_log_probs"], top.values)
-        assert torch.equal(found["top_ids"], top.indices)
-        torch.testing.assert_close(found["grad_hidden"], grad_h)
-        torch.testing.assert_close(found["grad_head"][:vocab], grad_w)
-        assert found["grad_head"].shape == (2 * rows, w.shape[1])
-        assert not found["grad_head"][vocab:].any()
+    for actual in split_scores(tokens, vocab, rows, CHUNKS[chunk]):
+        torch.testing.assert_close(actual["log_probs"], log_probs.detach())
+        torch.testing.assert_close(actual["entropy"], entropy.detach())
+        torch.testing.assert_close(actual["squares"], scores.detach().exp().square().sum(-1))
+        assert not actual["squares"].requires_grad
+        torch.testing.assert_close(actual["top_log_probs"], top.values)
+        assert torch.equal(actual["top_ids"], top.indices)
+        torch.testing.assert_close(actual["grad_hidden"], grad_h)
+        torch.testing.assert_close(actual["grad_head"][:vocab], grad_w)
+        assert actual["grad_head"].shape == (2 * rows, w.shape[1])
+        assert not actual["grad_head"][vocab:].any()
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "cp2", "pp2"])
 def test_the_likeliest_tokens_and_the_squared_probabilities_equal_transformers(runs, layout):
     with torch.no_grad():
         logits = logits_by_row(tiny_models.build("qwen3"), runs.batch)
-    found = runs.top(layout)
-    log_probs, ids = by_row(found, "top_log_probs"), by_row(found, "top_ids")
-    squares = by_row(found, "sum_pi_squared")
+    results = runs.top(layout)
+    log_probs, ids = join_rows(results, "top_log_probs"), join_rows(results, "top_ids")
+    squares = join_rows(results, "sum_pi_squared")
     for row, scores in enumerate(logits):
         scores = (scores.double() / 0.7).log_softmax(-1)
-        wanted = scores.topk(3)
+        expected = scores.topk(3)
         squared = scores.exp().square().sum(-1)
         torch.testing.assert_close(squares[row].double(), squared, rtol=1e-4, atol=0)
-        assert torch.equal(ids[row], wanted.indices)
-        torch.testing.assert_close(log_probs[row].double(), wanted.values, rtol=0, atol=1e-5)
+        assert torch.equal(ids[row], expected.indices)
+        torch.testing.assert_close(log_probs[row].double(), expected.values, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_values_equal_transformers(runs, model, layout):
     with torch.no_grad():
-        wanted = logits_by_row(build(model), runs.batch)
-    found = by_row(runs.trained(model, layout), "values")
-    for values, reference in zip(found, wanted, strict=True):
+        expected = logits_by_row(build(model), runs.batch)
+    actual = join_rows(runs.trained(model, layout), "values")
+    for values, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(values, reference.squeeze(-1), rtol=0, atol=1e-5)
-    assert torch.cat(found).std() > 0.1
+    assert torch.cat(actual).std() > 0.1
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
 def test_export_gives_back_each_tensor_of_a_value_model_bit_for_bit(runs, model, layout):
     original = load_file(runs.checkpoints[model] / "model.safetensors")
-    first, *others = runs.trained(model, layout)
+    first, *other_ranks = runs.trained(model, layout)
     assert first["exported"].keys() == original.keys()
     assert {"score.weight", "score.bias"} < original.keys()
     for name, tensor in original.items():
         assert torch.equal(first["exported"][name], tensor), name
-    assert all(result["exported"] == {} for result in others)
+    assert all(result["exported"] == {} for result in other_ranks)
 
 
 @pytest.mark.parametrize(("model", "layout"), PARALLEL)
@@ -322,22 +324,24 @@ def test_two_steps_of_a_value_model_equal_one_rank(runs, model, layout):
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
 def test_with_adapters_the_value_head_is_still_trained(runs, layout):
-    one = runs.trained("qwen3", "tp1", "float32", 4)[0]
-    assert_same_training(runs.trained("qwen3", layout, "float32", 4), one)
-    changed = {n for n, t in one["exported"].items() if not torch.equal(t, one["trained"][n])}
+    reference = runs.trained("qwen3", "tp1", "float32", 4)[0]
+    assert_same_training(runs.trained("qwen3", layout, "float32", 4), reference)
+    changed = {
+        n for n, t in reference["exported"].items() if not torch.equal(t, reference["trained"][n])
+    }
     assert {"score.weight", "score.bias"} < changed
     assert "model.embed_tokens.weight" not in changed
 
 
-def assert_same_training(by_rank: list[dict[str, Any]], one: dict[str, Any]) -> None:
+def assert_same_training(by_rank: list[dict[str, Any]], reference: dict[str, Any]) -> None:
     assert any("loss" in result["steps"][0] for result in by_rank)
     for result in by_rank:
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for step, expected in zip(result["steps"], reference["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
             if "loss" in step:
-                assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-                assert step["value_clipped"] == pytest.approx(wanted["value_clipped"], rel=1e-6)
-    for name, tensor in one["trained"].items():
+                assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+                assert step["value_clipped"] == pytest.approx(expected["value_clipped"], rel=1e-6)
+    for name, tensor in reference["trained"].items():
         torch.testing.assert_close(by_rank[0]["trained"][name], tensor, rtol=0, atol=2e-6, msg=name)
 
 
@@ -374,12 +378,12 @@ def test_the_steps_do_train_the_value_head(runs):
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2"])
-def test_bfloat16_values_stay_near_float32(runs, layout):
-    exact = torch.cat(by_row(runs.trained("qwen3_moe", "tp1"), "values"))
-    found = torch.cat(by_row(runs.trained("qwen3_moe", layout, "bfloat16"), "values"))
-    assert (found - exact).abs().mean() < 0.02 * exact.std()
+def test_bfloat16_values_stay_close_to_float32(runs, layout):
+    exact = torch.cat(join_rows(runs.trained("qwen3_moe", "tp1"), "values"))
+    actual = torch.cat(join_rows(runs.trained("qwen3_moe", layout, "bfloat16"), "values"))
+    assert (actual - exact).abs().mean() < 0.02 * exact.std()
     # Sums in float32: a value is not one of the few numbers that bfloat16 has.
-    assert not torch.equal(found, found.bfloat16().float())
+    assert not torch.equal(actual, actual.bfloat16().float())
 
 
 def test_a_value_model_that_starts_from_a_language_model_begins_at_zero(runs):
@@ -388,17 +392,17 @@ def test_a_value_model_that_starts_from_a_language_model_begins_at_zero(runs):
 
 
 def test_transformers_loads_an_exported_value_model_and_gives_the_same_values(runs):
-    found = by_row(runs.exported(), "after")
+    actual = join_rows(runs.exported(), "after")
     model, report = transformers.AutoModelForTokenClassification.from_pretrained(
         runs.folder / "export", output_loading_info=True
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     assert model.config.num_labels == 1
     with torch.no_grad():
-        wanted = logits_by_row(model.eval(), runs.batch)
-    for values, reference in zip(found, wanted, strict=True):
+        expected = logits_by_row(model.eval(), runs.batch)
+    for values, reference in zip(actual, expected, strict=True):
         torch.testing.assert_close(values, reference.squeeze(-1), rtol=0, atol=1e-5)
-    assert torch.cat(found).abs().min() > 0
+    assert torch.cat(actual).abs().min() > 0
 
 
 def test_an_exported_value_model_and_a_resumed_one_have_the_same_values(runs):

@@ -24,25 +24,25 @@ SCORES = ("log_probs", "entropy")
 EPSILON, TEMPERATURE = torch_reference.EPSILON, 0.7
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def run_steps(path: Path, layout: Layout, batch: Batch, backend: str) -> ranks.Result:
     """Score the batch and take two steps."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     # A large epsilon: else the rounding of gradients near 0 decides the sign of Adam's step.
     optimizer = replace(spec.engine.optimizer, eps=EPSILON)
     spec = replace(spec, engine=replace(spec.engine, backend=backend, optimizer=optimizer))
-    engine = ranks.started(spec, lambda spec: create_engine("language_model", spec))
+    engine = ranks.start_engine(spec, lambda spec: create_engine("language_model", spec))
     engine.mesh = Mesh(layout)
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine, temperature=TEMPERATURE)
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share, temperature=TEMPERATURE)
     scores = {
         name: dict(
             zip(rows, [torch.from_numpy(r.copy()) for r in scored.jagged(name)], strict=True)
         )
         for name in SCORES
     }
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return scores | {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
@@ -80,7 +80,7 @@ def test_scores_and_two_steps_equal_plain_torch(runs, dp):
     with torch.no_grad():
         for name, rows in torch_reference.score(model, runs.batch, TEMPERATURE).items():
             torch.testing.assert_close(result[name], torch.cat(rows), rtol=0, atol=3e-6)
-    settings = ranks.engine_spec(runs.path, Layout()).engine.optimizer
+    settings = ranks.build_engine_spec(runs.path, Layout()).engine.optimizer
     norms, weights = torch_reference.train(runs.path, runs.batch, settings, num_steps=2)
     assert [step["grad_norm"] for step in result["steps"]] == pytest.approx(norms, rel=1e-6)
     reference = load_file(runs.path / "model.safetensors")

@@ -60,33 +60,36 @@ def batch_of(step: int, loss: str) -> Batch:
     return made if LOSSES[loss].kl_coef else made.drop_columns("kl_weights")
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def trained(path: Path, layout: Layout, loss: str, with_pass: bool) -> ranks.Result:
     """The weights after all steps; scores, gaps and metrics of each."""
-    engine, function = ranks.started(ranks.engine_spec(path, layout)), PolicyLoss(LOSSES[loss])
+    engine, function = (
+        ranks.start_engine(ranks.build_engine_spec(path, layout)),
+        PolicyLoss(LOSSES[loss]),
+    )
     steps, scores, gaps = [], [], []
     for step in range(NUM_STEPS):
         batch = batch_of(step, loss)
-        rows = ranks.share_of(engine, batch)
-        mine = batch.take(rows)
+        rows = ranks.list_rows(engine, batch)
+        share = batch.take(rows)
         if with_pass:
-            scored = engine.infer_batch(mine, temperature=TEMPERATURE)
-            given = mine if scored is None else scored.drop_columns("entropy")
+            scored = engine.infer_batch(share, temperature=TEMPERATURE)
+            given = share if scored is None else scored.drop_columns("entropy")
             steps.append(engine.train_batch(given, function, temperature=TEMPERATURE))
         else:
             done = engine.train_batch_with_scores(
-                mine, function, temperature=TEMPERATURE, bounds=WIDE
+                share, function, temperature=TEMPERATURE, bounds=WIDE
             )
             steps.append(done.metrics)
             gaps.append(done.gaps)
             scored = done.scores
         if scored is not None:
             columns = {n: scored.jagged(n) for n in ("log_probs", "entropy")}
-            found = {n: torch.from_numpy(c.values.copy()) for n, c in columns.items()}
-            chosen = torch.from_numpy(mine.jagged("gap_mask").values.copy()) != 0
-            served = torch.from_numpy(mine.jagged("rollout_log_probs").values.copy())
-            apart = (found["log_probs"] - served).abs()[chosen]
-            scores.append(found | {"gaps": apart})
+            tensors = {n: torch.from_numpy(c.values.copy()) for n, c in columns.items()}
+            chosen = torch.from_numpy(share.jagged("gap_mask").values.copy()) != 0
+            served = torch.from_numpy(share.jagged("rollout_log_probs").values.copy())
+            apart = (tensors["log_probs"] - served).abs()[chosen]
+            scores.append(tensors | {"gaps": apart})
     exported = dict(engine.get_per_tensor_param())
     return {"exported": exported, "steps": steps, "scores": scores, "gaps": gaps}
 
@@ -112,39 +115,39 @@ def test_weights_and_metrics_are_those_of_steps_with_a_pass_of_log_probs(
     assert with_pass.keys() == without.keys()
     for name, tensor in with_pass.items():
         torch.testing.assert_close(without[name], tensor, rtol=0, atol=1e-6, msg=name)
-    for one, other in zip(*runs, strict=True):
-        for wanted, found in zip(one["steps"], other["steps"], strict=True):
-            assert found == pytest.approx(wanted, rel=1e-4, abs=1e-5)
-        for wanted, found in zip(one["scores"], other["scores"], strict=True):
-            torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+    for reference, result in zip(*runs, strict=True):
+        for expected, actual in zip(reference["steps"], result["steps"], strict=True):
+            assert actual == pytest.approx(expected, rel=1e-4, abs=1e-5)
+        for expected, actual in zip(reference["scores"], result["scores"], strict=True):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     for step in range(NUM_STEPS):
         gaps = [rank["gaps"][step] for rank in runs[1]]
         assert gaps == [gaps[0]] * len(gaps)
         # Of the ranks with a share of their own, for others have the same.
         apart = torch.cat([rank["scores"][step]["gaps"] for rank in runs[0] if rank["scores"]])
-        wanted = {"max_logprob_gap": apart.max().item(), "mean_logprob_gap": apart.mean().item()}
-        assert gaps[0] == pytest.approx(wanted, abs=1e-5)
+        expected = {"max_logprob_gap": apart.max().item(), "mean_logprob_gap": apart.mean().item()}
+        assert gaps[0] == pytest.approx(expected, abs=1e-5)
 
 
 PLANTED = {"large": 9.0, "no number": math.nan, "infinite": math.inf}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def stopped(path: Path, layout: Layout, planted: str) -> ranks.Result:
     """Two steps, with an attempt between them, which a gap on one data-parallel rank stops."""
-    engine = ranks.started_with(path, layout, {"moe.bias_update_rate": 0.01})
+    engine = ranks.start_engine_with(path, layout, {"moe.bias_update_rate": 0.01})
     bounds = {"max_logprob_gap": 6.0, "mean_logprob_gap": 6.0}
     function = PolicyLoss(LOSSES["ppo_clip"])
     dp_rank = engine.mesh.get_coordinate(engine.world_rank).dp_rank
     gaps, exported, metrics = [], [], []
     for step, wrong in enumerate(("", planted, "") if planted else ("", "")):
-        mine = _share(engine, batch_of(min(step, 1), "ppo_clip"))
-        served = mine.jagged("rollout_log_probs")
+        share = _share(engine, batch_of(min(step, 1), "ppo_clip"))
+        served = share.jagged("rollout_log_probs")
         if wrong and dp_rank == layout.dp - 1:
             values = served.values.copy()
-            values[mine.jagged("gap_mask").values != 0] += np.float32(PLANTED[wrong])
-            mine = mine.with_columns(rollout_log_probs=served.with_values(values))
-        done = engine.train_batch_with_scores(mine, function, bounds=bounds)
+            values[share.jagged("gap_mask").values != 0] += np.float32(PLANTED[wrong])
+            share = share.with_columns(rollout_log_probs=served.with_values(values))
+        done = engine.train_batch_with_scores(share, function, bounds=bounds)
         gaps.append(done.gaps)
         metrics.append(done.metrics)
         exported.append({n: t.clone() for n, t in engine.get_per_tensor_param()})
@@ -152,7 +155,7 @@ def stopped(path: Path, layout: Layout, planted: str) -> ranks.Result:
 
 
 def _share(engine: MegatronEngine, batch: Batch) -> Batch:
-    return batch.take(ranks.share_of(engine, batch))
+    return batch.take(ranks.list_rows(engine, batch))
 
 
 STOPS = [
@@ -180,20 +183,20 @@ def test_a_gap_stops_every_rank_before_the_optimizer_and_leaves_nothing(
     assert math.isnan(biggest) if planted == "no number" else biggest > 6
 
 
-def _same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert torch.equal(tensor, other[name]), name
+def _same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert torch.equal(tensor, right[name]), name
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def without_a_token(path: Path, layout: Layout) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, layout))
-    mine = _share(engine, batch_of(0, "ppo_clip"))
-    mask = mine.jagged("gap_mask")
-    mine = mine.with_columns(gap_mask=mask.with_values(np.zeros_like(mask.values)))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
+    share = _share(engine, batch_of(0, "ppo_clip"))
+    mask = share.jagged("gap_mask")
+    share = share.with_columns(gap_mask=mask.with_values(np.zeros_like(mask.values)))
     nothing = dict.fromkeys(WIDE, 0.0)
-    done = engine.train_batch_with_scores(mine, PolicyLoss(LOSSES["ppo_clip"]), bounds=nothing)
+    done = engine.train_batch_with_scores(share, PolicyLoss(LOSSES["ppo_clip"]), bounds=nothing)
     return {"gaps": done.gaps, "metrics": done.metrics}
 
 

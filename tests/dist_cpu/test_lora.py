@@ -49,8 +49,8 @@ ROUNDING = {"qwen3_next": 3e-6}
 CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
 PARALLEL = [(model, name) for model, name in CASES if name != "one"]
 MORE = (("qwen3", "dp2"), ("qwen3", "pp2"), ("qwen3_moe", "dp2etp2"), ("qwen3_moe", "pp2"))
-CASES_KEPT = all_but([case for case in CASES if case not in MORE], CASES)
-PARALLEL_KEPT = all_but([case for case in PARALLEL if case not in MORE], PARALLEL)
+DAILY_CASES = all_but([case for case in CASES if case not in MORE], CASES)
+DAILY_PARALLEL = all_but([case for case in PARALLEL if case not in MORE], PARALLEL)
 VARIANTS = {  # settings that change nothing: the job, its model and its layout
     "full recompute": (lora_jobs.full_recompute, "qwen3_moe", "one"),
     "full recompute pp2": (lora_jobs.full_recompute, "qwen3_moe", "pp2"),
@@ -66,7 +66,7 @@ class Runs:
     results: dict[str, list[dict[str, Any]]]
     checkpoints: dict[str, Path]
 
-    def one(self, model: str) -> dict[str, Any]:
+    def get_reference(self, model: str) -> dict[str, Any]:
         return self.results[f"{model}/one"][0]
 
 
@@ -80,7 +80,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     jobs: dict[int, dict[str, ranks.Job]] = {1: {}, 2: {}}
 
     def add(name: str, function: Any, model: str, layout: Layout, *more: Any) -> None:
-        jobs[layout.world_size][name] = ranks.job(function, paths[model], layout, *more)
+        jobs[layout.world_size][name] = ranks.make_job(function, paths[model], layout, *more)
 
     for model, name in CASES:
         add(f"{model}/{name}", lora_jobs.parity, model, LAYOUTS[model][name], batch)
@@ -161,7 +161,7 @@ class Adapted:
         return actual
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES_KEPT)
+@pytest.mark.parametrize(("model", "layout"), DAILY_CASES)
 def test_fresh_adapters_change_no_bit(runs, model, layout):
     original = load_file(runs.checkpoints[model] / "model.safetensors")
     for result in runs.results[f"{model}/{layout}"]:
@@ -173,7 +173,7 @@ def test_fresh_adapters_change_no_bit(runs, model, layout):
     assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES_KEPT)
+@pytest.mark.parametrize(("model", "layout"), DAILY_CASES)
 def test_a_trained_model_without_its_adapters_is_the_one_it_began_with(runs, model, layout):
     """Bit for bit: it is its own reference. Asked again, it has them."""
     for result in runs.results[f"{model}/{layout}"]:
@@ -187,28 +187,32 @@ def test_a_trained_model_without_its_adapters_is_the_one_it_began_with(runs, mod
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_export_and_log_probs_are_those_of_weights_merged_by_hand(runs, model, tmp_path):
-    one, path = runs.one(model), runs.checkpoints[model]
+    result, path = runs.get_reference(model), runs.checkpoints[model]
     checkpoint = load_file(path / "model.safetensors")
-    expected = merged_by_hand(checkpoint, one["factors"])
+    expected = merged_by_hand(checkpoint, result["factors"])
     for name, tensor in expected.items():
-        torch.testing.assert_close(one["exported"][name].double(), tensor, rtol=0, atol=1e-6)
-    changed = {n for n, tensor in checkpoint.items() if not torch.equal(one["exported"][n], tensor)}
-    assert changed == {f["tensor"] for f in one["factors"]}
+        torch.testing.assert_close(result["exported"][name].double(), tensor, rtol=0, atol=1e-6)
+    changed = {
+        n for n, tensor in checkpoint.items() if not torch.equal(result["exported"][n], tensor)
+    }
+    assert changed == {f["tensor"] for f in result["factors"]}
     shutil.copy(path / "config.json", tmp_path)
     tensors = {name: tensor.float() for name, tensor in expected.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).float().eval()
     _, log_probs, _ = tiny_models.reference_scores(merged, runs.batch)
     reference = torch.from_numpy(log_probs)
-    torch.testing.assert_close(torch.cat(one["log_probs"]).double(), reference, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        torch.cat(result["log_probs"]).double(), reference, rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
 def test_the_first_step_equals_autograd_through_transformers(runs, model):
     checkpoint = load_file(runs.checkpoints[model] / "model.safetensors")
-    reference = Adapted(lora_jobs.build(model), checkpoint, runs.one(model)["factors"])
+    reference = Adapted(lora_jobs.build(model), checkpoint, runs.get_reference(model)["factors"])
     loss, grad_norm = tiny_models.reference_step(reference, runs.batch)
-    step = runs.one(model)["steps"][0]
+    step = runs.get_reference(model)["steps"][0]
     assert step["loss"] == pytest.approx(loss, rel=1e-5)
     assert step["grad_norm"] == pytest.approx(grad_norm, rel=1e-4)
 
@@ -226,35 +230,35 @@ def check_weights(actual: Mapping[str, torch.Tensor], expected: Mapping[str, tor
         torch.testing.assert_close(actual[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize(("model", "layout"), PARALLEL_KEPT)
+@pytest.mark.parametrize(("model", "layout"), DAILY_PARALLEL)
 def test_scores_and_two_steps_equal_one_rank(runs, model, layout):
-    one, results = runs.one(model), runs.results[f"{model}/{layout}"]
+    reference, results = runs.get_reference(model), runs.results[f"{model}/{layout}"]
     for result in results:
         rows = result["rows"] if result["log_probs"] is not None else []
         for row, actual in zip(rows, result["log_probs"] or [], strict=True):
-            torch.testing.assert_close(actual, one["log_probs"][row], rtol=0, atol=1e-5)
-        check_steps(result["steps"], one["steps"])
+            torch.testing.assert_close(actual, reference["log_probs"][row], rtol=0, atol=1e-5)
+        check_steps(result["steps"], reference["steps"])
     assert any("loss" in step for result in results for step in result["steps"])
-    check_weights(results[0]["exported"], one["exported"])
-    check_weights(results[0]["trained"], one["trained"])
+    check_weights(results[0]["exported"], reference["exported"])
+    check_weights(results[0]["trained"], reference["trained"])
 
 
-@pytest.mark.parametrize(("model", "layout"), PARALLEL_KEPT)
+@pytest.mark.parametrize(("model", "layout"), DAILY_PARALLEL)
 @pytest.mark.parametrize("when", ["factors", "trained_factors"])
 def test_every_rank_holds_its_part_of_the_factors_of_one_rank(runs, model, layout, when):
     """Also the copies of a factor, which only reduced gradients keep alike."""
-    whole = {f["tensor"]: f for f in _joined(runs.one(model)[when])}
+    full_factors = {f["tensor"]: f for f in _joined(runs.get_reference(model)[when])}
     seen = set()
     for result in runs.results[f"{model}/{layout}"]:
         for actual in result[when]:
             row, column = actual["first_row"], actual["first_input"]
-            expected = whole[actual["tensor"]]
+            expected = full_factors[actual["tensor"]]
             a = expected["A"][:, column : column + actual["A"].shape[1]]
             b = expected["B"][row : row + len(actual["B"])]
             torch.testing.assert_close(actual["A"], a, rtol=0, atol=1e-5)
             torch.testing.assert_close(actual["B"], b, rtol=0, atol=1e-5)
             seen.add(actual["tensor"])
-    assert seen == whole.keys()
+    assert seen == full_factors.keys()
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
@@ -263,16 +267,16 @@ def test_the_steps_do_train_factors(runs, model):
 
     Those of experts that no token went to do not move.
     """
-    one, idle = runs.one(model), []
-    for before, after in zip(one["factors"], one["trained_factors"], strict=True):
+    result, idle = runs.get_reference(model), []
+    for before, after in zip(result["factors"], result["trained_factors"], strict=True):
         moves = [(after[factor] - before[factor]).abs().max() for factor in "AB"]
         if min(moves) < 5e-4:
             idle.append(before["tensor"])
     assert all(".mlp.experts." in tensor for tensor in idle)
-    assert len(idle) < 0.2 * len(one["factors"])
+    assert len(idle) < 0.2 * len(result["factors"])
 
 
-@pytest.mark.parametrize(("model", "layout"), CASES_KEPT)
+@pytest.mark.parametrize(("model", "layout"), DAILY_CASES)
 def test_only_factors_are_trained(runs, model, layout):
     for result in runs.results[f"{model}/{layout}"]:
         assert result["frozen_is_equal"]
@@ -284,24 +288,24 @@ def test_only_factors_are_trained(runs, model, layout):
     all_but(("full recompute", "selective recompute", "sharded overlap ep2"), VARIANTS),
 )
 def test_settings_that_change_nothing(runs, name):
-    one = runs.one(VARIANTS[name][1])
+    reference = runs.get_reference(VARIANTS[name][1])
     for result in runs.results[name]:
-        check_steps(result["steps"], one["steps"])
-    check_weights(runs.results[name][0]["trained"], one["trained"])
+        check_steps(result["steps"], reference["steps"])
+    check_weights(runs.results[name][0]["trained"], reference["trained"])
 
 
 def test_experts_alone_can_have_adapters(runs):
-    one = runs.results["experts only/one"][0]
+    reference = runs.results["experts only/one"][0]
     for result in runs.results["experts only/ep2"]:
-        check_steps(result["steps"], one["steps"])
-    check_weights(runs.results["experts only/ep2"][0]["trained"], one["trained"])
+        check_steps(result["steps"], reference["steps"])
+    check_weights(runs.results["experts only/ep2"][0]["trained"], reference["trained"])
 
 
 def test_a_pipeline_stage_may_have_nothing_to_train(runs):
-    one = runs.one("qwen3")
+    reference = runs.get_reference("qwen3")
     for result in runs.results["embedding alone"]:
-        check_steps(result["steps"], one["steps"])
-    check_weights(runs.results["embedding alone"][0]["trained"], one["trained"])
+        check_steps(result["steps"], reference["steps"])
+    check_weights(runs.results["embedding alone"][0]["trained"], reference["trained"])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -338,7 +342,7 @@ def test_an_export_is_what_forward_ran_on_bit_for_bit_in_bfloat16(runs):
         assert torch.equal(result["exported"][name], weight), name
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def left(model: Path, output: Path, layout: Layout) -> ranks.Result:
     """What a run leaves: an export by the worker, with factors from noise."""
     spec = replace(lora_jobs.lora_spec(model, layout), total_steps=0)
@@ -365,7 +369,7 @@ def test_a_run_leaves_its_adapter_in_the_format_of_peft_beside_the_merged_weight
     config = json.loads((folder / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"]) == (4, 8.0)
     factors = load_file(folder / "adapter_model.safetensors")
-    base, merged = (load_file(at / "model.safetensors") for at in (model, tmp_path / "out"))
+    base, merged = (load_file(path / "model.safetensors") for path in (model, tmp_path / "out"))
     changed = 0
     for key, weight in base.items():
         module = f"base_model.model.{key.removesuffix('.weight')}"

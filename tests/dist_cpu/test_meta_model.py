@@ -94,14 +94,14 @@ class Runs:
             layout = LAYOUTS.get(model, {}).get(layout_name, Layout())
             saved = Saved(self.paths[model], layout, folder / case.replace("/", " "))
             coef = meta_model_jobs.MTP_COEF if saved.has_mtp else 0.0
-            job = ranks.job(meta_model_jobs.save, saved.path, layout, saved.folder, coef)
+            job = ranks.make_job(meta_model_jobs.save, saved.path, layout, saved.folder, coef)
             jobs[layout.world_size][case] = job
             self._saved[case] = saved
         self._foreign = {case: folder / f"foreign {case}" for case in FOREIGN}
         for case, to in self._foreign.items():
             model, form = case.split()
             save = meta_model_jobs.megatron_saves
-            jobs[1][case] = ranks.job(save, self.paths[model], to, form == "stacked")
+            jobs[1][case] = ranks.make_job(save, self.paths[model], to, form == "stacked")
         self._needs: dict[str, str] = {}
         self._add_loads(jobs)
         self.results = ranks.Results(jobs, self._needs)
@@ -118,24 +118,24 @@ class Runs:
     def _add_loads(self, jobs: dict[int, dict[str, Any]]) -> None:
         folders = {case: saved.folder for case, saved in self._saved.items()} | self._foreign
 
-        def add(name: str, model: str, at: Layout, source: str, coef: float = 0.0) -> None:
-            arguments = (self.paths[model], at, folders[source], coef)
-            jobs[at.world_size][name] = ranks.job(meta_model_jobs.load, *arguments)
+        def add(name: str, model: str, layout: Layout, source: str, coef: float = 0.0) -> None:
+            arguments = (self.paths[model], layout, folders[source], coef)
+            jobs[layout.world_size][name] = ranks.make_job(meta_model_jobs.load, *arguments)
             self._needs[name] = source
 
-        one, coef = Layout(), meta_model_jobs.MTP_COEF
+        one_rank, coef = Layout(), meta_model_jobs.MTP_COEF
         for case in FOREIGN:
             add(f"tp2 of {case}", case.split()[0], Layout(tp=2), case)
             add(f"pp2 of {case}", case.split()[0], PP2, case)
-        add("another model", "qwen3", one, "qwen3_moe stacked")
-        add("a larger vocabulary", "large", one, "qwen3 stacked")
+        add("another model", "qwen3", one_rank, "qwen3_moe stacked")
+        add("a larger vocabulary", "large", one_rank, "qwen3 stacked")
         add("more rows", "qwen3_moe", Layout(tp=2), "qwen3_moe/one")
-        add("mtp unread", "deepseek_v3-mtp", one, "deepseek_v3-mtp/tp2 ep2")
-        add("mtp read", "deepseek_v3-mtp", one, "deepseek_v3-mtp/tp2 ep2", coef)
-        add("mtp missing", "deepseek_v3-mtp", one, "deepseek_v3/one", coef)
-        add("plain", "deepseek_v3", one, "deepseek_v3/one")
+        add("mtp unread", "deepseek_v3-mtp", one_rank, "deepseek_v3-mtp/tp2 ep2")
+        add("mtp read", "deepseek_v3-mtp", one_rank, "deepseek_v3-mtp/tp2 ep2", coef)
+        add("mtp missing", "deepseek_v3-mtp", one_rank, "deepseek_v3/one", coef)
+        add("plain", "deepseek_v3", one_rank, "deepseek_v3/one")
         refused = (self.paths["qwen3"], folders["qwen3 stacked"])
-        jobs[1]["training"] = ranks.job(meta_model_jobs.refused_training, *refused)
+        jobs[1]["training"] = ranks.make_job(meta_model_jobs.refused_training, *refused)
         self._needs["training"] = "qwen3 stacked"
 
 
@@ -185,13 +185,13 @@ def test_the_blueprint_has_the_tensors_chunks_and_objects_that_engines_save(
     entries = saved.metadata.state_dict_metadata
     tensors = {key: entry for key, entry in entries.items() if hasattr(entry, "chunks")}
     assert {key: tuple(entry.size) for key, entry in tensors.items()} == shapes
-    found = [
+    chunks = [
         (key, tuple(chunk.offsets), tuple(chunk.sizes))
         for key, entry in tensors.items()
         for chunk in entry.chunks
     ]
-    assert len(found) == len(set(found))
-    assert set(found) == boxes
+    assert len(chunks) == len(set(chunks))
+    assert set(chunks) == boxes
     assert entries.keys() - tensors.keys() == {COMMON_KEY, *print_.objects}
     assert all(saved.object(key) == data for key, data in print_.objects.items())
 
@@ -217,11 +217,11 @@ def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, meta
     assert any(key.startswith("decoder.layers.self_attention.") for key in keys) == (
         form == "stacked"
     )
-    own = meta_model_of(runs.saved(f"{model}/one"))
-    found = own.locate_parameters(keys)
-    assert found.keys() == own.parameters.keys()
-    assert len({(location.key, location.index) for location in found.values()}) == len(found)
-    for location in found.values():
+    blueprint = meta_model_of(runs.saved(f"{model}/one"))
+    located = blueprint.locate_parameters(keys)
+    assert located.keys() == blueprint.parameters.keys()
+    assert len({(location.key, location.index) for location in located.values()}) == len(located)
+    for location in located.values():
         size = tuple(keys[location.key].size)
         if location.key in ("embedding.word_embeddings.weight", "output_layer.weight"):
             assert size == (meta_model_jobs.FOREIGN_ROWS, *location.shape[1:])
@@ -229,7 +229,7 @@ def test_a_blueprint_finds_the_parameters_of_a_checkpoint_of_megatron(runs, meta
             assert size == location.shape
     gone = {key for key in keys if "linear_fc2" not in key}
     with pytest.raises(ConfigError, match=r"has no decoder\.layers\..*linear_fc2\.weight"):
-        own.locate_parameters(gone)
+        blueprint.locate_parameters(gone)
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_prediction_layers_of_a_checkpoint_may_stay_unread_but_not_be_missing(ru
 @pytest.mark.parametrize("distributed", [False, True], ids=["replicated", "sharded"])
 def test_a_run_goes_on_without_the_prediction_layers_that_it_trained(runs, tmp_path, distributed):
     path, to = runs.paths["deepseek_v3-mtp"], tmp_path / "checkpoint"
-    job = ranks.job
+    job = ranks.make_job
     jobs = meta_model_jobs
     results = ranks.spawn(
         1,

@@ -28,15 +28,15 @@ BIAS = {"moe.bias_update_rate": RATE}
 FULL = {"recompute.granularity": "full"}
 ALLGATHER = {"moe.dispatcher": "allgather"}
 
-ONE, TP2, CP2, DP2 = Layout(), Layout(tp=2), Layout(cp=2), Layout(dp=2)
+ONE_RANK, TP2, CP2, DP2 = Layout(), Layout(tp=2), Layout(cp=2), Layout(dp=2)
 VPP, TP2EP2, EP2 = Layout(pp=2, vpp=2), Layout(tp=2, ep=2), Layout(dp=2, ep=2)
 TP2PP2, TP2EP4 = Layout(tp=2, pp=2), Layout(tp=2, dp=2, ep=4)
 
 # (model, layout, settings) by name.
 BALANCE = {
-    "one": ("moe", ONE, MICRO),
-    "one global": ("moe", ONE, GLOBAL),
-    "one sigmoid full": ("deepseek", ONE, MICRO | FULL),
+    "one": ("moe", ONE_RANK, MICRO),
+    "one global": ("moe", ONE_RANK, GLOBAL),
+    "one sigmoid full": ("deepseek", ONE_RANK, MICRO | FULL),
     "tp2": ("moe", TP2, MICRO),
     "cp2 global": ("moe", CP2, GLOBAL),
     "cp2 sigmoid": ("deepseek", CP2, MICRO),
@@ -46,8 +46,8 @@ BALANCE = {
     "tp2 pp2": ("moe", TP2PP2, MICRO),
 }
 TRAINING = {
-    "moe/one": ("moe", ONE, {}),
-    "deepseek/one": ("deepseek", ONE, BIAS),
+    "moe/one": ("moe", ONE_RANK, {}),
+    "deepseek/one": ("deepseek", ONE_RANK, BIAS),
     "deepseek/tp2": ("deepseek", TP2, BIAS),
     "deepseek/cp2 full": ("deepseek", CP2, BIAS | FULL),
     "deepseek/dp2 ep2": ("deepseek", EP2, BIAS),
@@ -58,30 +58,30 @@ TRAINING = {
     "deepseek/tp2 pp2": ("deepseek", TP2PP2, BIAS),
     "moe/tp2 dp2 ep4 allgather": ("moe", TP2EP4, ALLGATHER),
 }
-FROZEN = {"one": ("deepseek", ONE, {}), "tp2 ep2": ("deepseek", TP2EP2, {})}
+FROZEN = {"one": ("deepseek", ONE_RANK, {}), "tp2 ep2": ("deepseek", TP2EP2, {})}
 WITH_BIAS = [name for name, (model, *_) in TRAINING.items() if model == "deepseek"]
 # Under `nightly`: more layouts of what others here have, most of them on four ranks.
 BALANCE_CASES = all_but(
     ("one", "one global", "one sigmoid full", "tp2", "cp2 global", "dp2", "pp2 vpp2", "dp2 empty"),
     [*BALANCE, "dp2 empty"],
 )
-KEPT_TRAINING = (
+DAILY_TRAINING = (
     "moe/one", "deepseek/one", "deepseek/cp2 full", "deepseek/dp2 ep2", "moe/pp2 vpp2",
     "moe/tp2 ep2 allgather",
 )  # fmt: skip
-TRAINING_CASES = all_but(KEPT_TRAINING, TRAINING)
+TRAINING_CASES = all_but(DAILY_TRAINING, TRAINING)
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def training(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -> ranks.Result:
     """Two optimizer steps, and what they did to the experts; passes between them must not count."""
-    engine = ranks.started_with(path, layout, settings)
-    mine = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, settings)
+    share = batch.take(ranks.list_rows(engine, batch))
     steps, loads, biases = [], [], [expert_biases(engine)]
     for _ in range(2):
-        engine.infer_batch(mine)
-        engine.forward_backward_batch(mine, ranks.LOSS, forward_only=True)
-        steps.append(engine.train_batch(mine, ranks.LOSS))
+        engine.infer_batch(share)
+        engine.forward_backward_batch(share, ranks.LOSS, forward_only=True)
+        steps.append(engine.train_batch(share, ranks.LOSS))
         loads.append(engine.expert_load)
         biases.append(expert_biases(engine))
     return {"steps": steps, "loads": loads, "biases": biases}
@@ -99,21 +99,21 @@ def expert_biases(engine: MegatronEngine) -> dict[int, torch.Tensor]:
     }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def balance_gradients(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
     """Gradients of the load-balancing loss alone: the weights of the policy loss are all zero."""
-    engine = ranks.started_with(path, layout, settings)
-    return gradients_of(engine, batch, ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, settings)
+    return gradients_of(engine, batch, ranks.list_rows(engine, batch))
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def balance_with_an_empty_rank(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
     """The same when one data-parallel rank has all samples and the other packs of padding."""
-    engine = ranks.started_with(path, layout, settings)
+    engine = ranks.start_engine_with(path, layout, settings)
     has_samples = engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0
     return gradients_of(engine, batch, list(range(len(batch))) if has_samples else [])
 
@@ -121,13 +121,13 @@ def balance_with_an_empty_rank(
 def gradients_of(engine: MegatronEngine, batch: Batch, rows: list[int]) -> ranks.Result:
     from mcore_rl.engine.megatron.moe import measure_balance
 
-    mine = batch.take(rows)
-    nothing = mine.jagged("loss_weights")
+    share = batch.take(rows)
+    nothing = share.jagged("loss_weights")
     nothing = nothing.with_values(np.zeros_like(nothing.values))
-    mine = mine.with_columns(loss_weights=nothing, kl_weights=nothing)
+    share = share.with_columns(loss_weights=nothing, kl_weights=nothing)
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
-    micros = engine._build_micro_batches(mine, is_training=True)
+    engine.forward_backward_batch(share, ranks.LOSS, forward_only=False)
+    micros = engine._build_micro_batches(share, is_training=True)
     balance, _ = measure_balance(engine.chunks)  # collective over all ranks
     return {
         "packs": [[rows[row] for row in micro.rows] for micro in micros],
@@ -148,11 +148,11 @@ def router_gradients(engine: MegatronEngine) -> dict[int, torch.Tensor]:
     }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def router_precision(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """A router of a bfloat16 model: types, and its logits against the product in float32."""
-    spec = ranks.engine_spec(path, layout, "bfloat16")
-    router = ranks.started(spec).chunks[0].decoder.layers[1].mlp.router
+    spec = ranks.build_engine_spec(path, layout, "bfloat16")
+    router = ranks.start_engine(spec).chunks[0].decoder.layers[1].mlp.router
     hidden = torch.randn(7, 1, router.weight.shape[1]).bfloat16()
     logits = router.gating(hidden)
     return {
@@ -204,8 +204,8 @@ def test_the_gradient_of_the_balance_loss_is_that_of_its_mean_over_tokens(runs, 
     for result in by_rank:
         for layer, gradient in result["gradients"].items():
             seen.add(layer)
-            wanted = COEF * gradients[layer]
-            assert (gradient - wanted).norm() < 2e-6 * wanted.norm()
+            expected = COEF * gradients[layer]
+            assert (gradient - expected).norm() < 2e-6 * expected.norm()
     assert seen == set(gradients)
     reported = [result["metrics"]["moe/aux_loss"] for result in by_rank if result["metrics"]]
     assert reported == pytest.approx([float(mean) / len(gradients)] * len(reported), rel=1e-6)
@@ -220,13 +220,13 @@ def test_some_packs_of_those_tests_have_padding(runs):
 @pytest.mark.parametrize("name", TRAINING_CASES)
 def test_loads_are_those_of_one_rank_and_of_transformers(runs, name):
     model = TRAINING[name][0]
-    [one] = runs.training(f"{model}/one")
+    [one_rank] = runs.training(f"{model}/one")
     reference = moe_reference.loads(runs.models[model], runs.batch)
     for result in runs.training(name):
         assert list(result["loads"][0]) == list(reference)
         for layer, load in reference.items():
             assert torch.equal(result["loads"][0][layer], load)
-            assert torch.equal(result["loads"][1][layer], one["loads"][1][layer])
+            assert torch.equal(result["loads"][1][layer], one_rank["loads"][1][layer])
 
 
 @pytest.mark.parametrize("name", TRAINING_CASES)
@@ -253,7 +253,7 @@ def test_two_steps_equal_one_rank(runs, name):
 
 @pytest.mark.parametrize(
     "name",
-    all_but([name for name in KEPT_TRAINING if name in WITH_BIAS], WITH_BIAS),
+    all_but([name for name in DAILY_TRAINING if name in WITH_BIAS], WITH_BIAS),
 )
 def test_a_selection_bias_moves_against_the_load(runs, name):
     seen = set()
@@ -263,8 +263,8 @@ def test_a_selection_bias_moves_against_the_load(runs, name):
             for layer in before:
                 seen.add(layer)
                 load = loads[layer]
-                wanted = before[layer] + RATE * torch.sign(load.mean() - load).float()
-                assert torch.equal(after[layer], wanted)
+                expected = before[layer] + RATE * torch.sign(load.mean() - load).float()
+                assert torch.equal(after[layer], expected)
                 assert not torch.equal(after[layer], before[layer])
     assert seen == {1, 2, 3}
 
@@ -279,14 +279,14 @@ def test_a_selection_bias_stays_as_it_was_by_default(runs, name):
 
 
 def test_a_router_of_a_bfloat16_model_multiplies_in_float32(runs):
-    [result] = router_precision(runs.paths["moe"], ONE, runs.batch)
+    [result] = router_precision(runs.paths["moe"], ONE_RANK, runs.batch)
     assert result["types"] == ["torch.bfloat16", "torch.float32"]
     assert result["equal"]
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def odd_experts(path: Path, layout: Layout, batch: Batch, dtype: str) -> ranks.Result:
-    engine = ranks.started(ranks.engine_spec(path, layout, dtype))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout, dtype))
     before = engine.infer_batch(batch).jagged("log_probs").values.copy()
     step = engine.train_batch(batch, ranks.LOSS)
     return {"log_probs": torch.from_numpy(before), "grad_norm": step["grad_norm"]}
@@ -302,7 +302,7 @@ def test_experts_whose_rows_are_no_multiple_of_16_bytes_are_those_of_transformer
     model.set_experts_implementation("eager")  # transformers' default has the same limit
     model.save_pretrained(tmp_path)
     batch = tiny_models.make_batch()
-    [result] = odd_experts(tmp_path, ONE, batch, dtype)
+    [result] = odd_experts(tmp_path, ONE_RANK, batch, dtype)
     _, expected, _ = tiny_models.reference_scores(model, batch)
     assert np.abs(result["log_probs"].numpy() - expected).max() < nats
     _, norm = tiny_models.reference_step(model, batch)

@@ -41,25 +41,25 @@ PROJECTION = dict.fromkeys((qwen, qwen3_5), "mtp.fc.weight")  # the others: as D
 COEF = 0.3
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def train(
     path: Path, layout: Layout, batch: Batch, coef: float, granularity: str = "none"
 ) -> ranks.Result:
     """Log-probs, the export, and two optimizer steps with the loss of the prediction layer."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     spec.engine.mtp_loss_coef = coef
     spec.engine.recompute.granularity = granularity
-    engine = ranks.started(spec)
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine)
-    found: ranks.Result = {"exported": dict(engine.get_per_tensor_param())}
+    engine = ranks.start_engine(spec)
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share)
+    result: ranks.Result = {"exported": dict(engine.get_per_tensor_param())}
     if scored is not None:
         columns = scored.jagged("log_probs")
-        found["log_probs"] = {row: columns[place].tolist() for place, row in enumerate(rows)}
-    found["steps"] = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
-    found["trained"] = dict(engine.get_per_tensor_param())
-    return found
+        result["log_probs"] = {row: columns[place].tolist() for place, row in enumerate(rows)}
+    result["steps"] = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    result["trained"] = dict(engine.get_per_tensor_param())
+    return result
 
 
 def reference_step(path: Path, batch: Batch) -> tuple[float, float]:
@@ -151,16 +151,16 @@ def test_the_loss_and_the_gradient_norm_equal_transformers(runs, model):
     ),
 )  # fmt: skip
 def test_two_steps_equal_one_rank(runs, model, name):
-    one = runs.train(model, "one")[0]
+    reference = runs.train(model, "one")[0]
     by_rank = runs.train(model, name)
     assert any("mtp_loss" in result["steps"][0] for result in by_rank)
     for result in by_rank:
-        for step, wanted in zip(result["steps"], one["steps"], strict=True):
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for step, expected in zip(result["steps"], reference["steps"], strict=True):
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
             if "loss" in step:
-                assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6, abs=1e-6)
-                assert step["mtp_loss"] == pytest.approx(wanted["mtp_loss"], rel=1e-6)
-    for key, tensor in one["trained"].items():
+                assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6, abs=1e-6)
+                assert step["mtp_loss"] == pytest.approx(expected["mtp_loss"], rel=1e-6)
+    for key, tensor in reference["trained"].items():
         torch.testing.assert_close(by_rank[0]["trained"][key], tensor, rtol=0, atol=2e-4, msg=key)
 
 
@@ -182,15 +182,15 @@ def test_log_probs_are_those_of_a_model_without_it_bit_for_bit(runs, model):
 def test_the_export_has_the_prediction_layers_bit_for_bit(runs, model, name):
     reader = CheckpointReader(runs.paths[model])  # experts that are stacked apart, no tower
     original = {n: reader.read_tensor(n) for n in reader.get_shapes() if n not in reader.frozen}
-    first, *others = runs.train(model, name)
+    first, *other_ranks = runs.train(model, name)
     assert first["exported"].keys() == original.keys()
     for key, tensor in original.items():
         assert torch.equal(first["exported"][key], tensor), key
-    assert all(result["exported"] == {} for result in others)
+    assert all(result["exported"] == {} for result in other_ranks)
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_prediction_layer_is_trained_when_its_loss_is_on_and_else_kept(runs, model):
+def test_the_prediction_layer_is_trained_when_its_loss_is_on_and_else_unchanged(runs, model):
     on, off = (runs.train(model, name)[0] for name in ("one", "off"))
     key = PROJECTION.get(model, "model.layers.3.eh_proj.weight")
     assert (on["trained"][key] - on["exported"][key]).abs().max() > 5e-4

@@ -46,34 +46,34 @@ DPO, ORPO = {"beta": 0.5, "label_smoothing": 0.1}, {"lam": 0.7}
 MARGIN = 0.25
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def scores(path: Path, layout: Layout, batch: Batch, kind: str, column: str) -> ranks.Result:
     """By row of the batch; empty where there is no head."""
     engine = started(path, layout, kind)
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     scored = engine.infer_batch(batch.take(rows).select("prompt_ids", "response_ids"))
     if scored is None:
         return {}
-    found = scored.jagged(column)
-    return {row: torch.from_numpy(found[place].copy()) for place, row in enumerate(rows)}
+    values = scored.jagged(column)
+    return {row: torch.from_numpy(values[place].copy()) for place, row in enumerate(rows)}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def gradients(
     path: Path, layout: Layout, batch: Batch, kind: str, loss: Any = linear_in_scores
 ) -> ranks.Result:
     engine = started(path, layout, kind)
-    mine = batch.take(ranks.share_of(engine, batch))
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
-    results = engine.forward_backward_batch(mine, loss, forward_only=False)
-    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.gradients(engine)}
+    results = engine.forward_backward_batch(share, loss, forward_only=False)
+    return {"metrics": engine._reduce_metrics(results), "gradients": ranks.read_gradients(engine)}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def exported(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Result:
     """A reward model after a step, as a checkpoint; and its scores, by row."""
     engine = started(path, layout, "reward_model")
-    rows = ranks.share_of(engine, batch)
+    rows = ranks.list_rows(engine, batch)
     engine.train_batch(batch.take(rows), linear_in_scores)
     tensors = engine.get_per_tensor_param()
     if engine.is_main_rank:
@@ -87,7 +87,7 @@ def exported(path: Path, layout: Layout, batch: Batch, folder: Path) -> ranks.Re
 
 
 def started(path: Path, layout: Layout, kind: str) -> Any:
-    return ranks.started(ranks.engine_spec(path, layout), partial(create_engine, kind))
+    return ranks.start_engine(ranks.build_engine_spec(path, layout), partial(create_engine, kind))
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class Runs:
     def scored(self, batch: Batch, layout: str, kind: str, column: str) -> Batch:
         """As a driver gets it back."""
         by_rank = scores(self.paths[kind], LAYOUTS[layout], batch, kind, column)
-        by_row = {row: values for found in by_rank for row, values in found.items()}
+        by_row = {row: values for result in by_rank for row, values in result.items()}
         rows = [by_row[row].numpy() for row in range(len(batch))]
         return batch.with_columns(**{column: Jagged.pack(rows, np.float32)})
 
@@ -116,8 +116,8 @@ def runs(tmp_path_factory) -> Runs:
         "reward_model": folder / "reward",
     }
     pairs, reference = pair_batch(), tiny_models.build("qwen3", seed=9)
-    found = [log_probs_of(reference, pairs, row).detach().numpy() for row in range(len(pairs))]
-    pairs = pairs.with_columns(reference_log_probs=Jagged.pack(found, np.float32))
+    log_probs = [log_probs_of(reference, pairs, row).detach().numpy() for row in range(len(pairs))]
+    pairs = pairs.with_columns(reference_log_probs=Jagged.pack(log_probs, np.float32))
     return Runs(paths, pairs, folder)
 
 
@@ -133,9 +133,9 @@ def reward_model() -> Any:
 
 def pair_batch() -> Batch:
     """Both responses of a pair have one prompt; some of their tokens are not trained."""
-    whole = tiny_models.make_batch(12).select("prompt_ids", "response_ids", "response_mask")
-    prompts = [whole.jagged("prompt_ids")[row // 2 * 2] for row in range(12)]
-    return whole.with_columns(prompt_ids=Jagged.pack(prompts, np.int64))
+    batch = tiny_models.make_batch(12).select("prompt_ids", "response_ids", "response_mask")
+    prompts = [batch.jagged("prompt_ids")[row // 2 * 2] for row in range(12)]
+    return batch.with_columns(prompt_ids=Jagged.pack(prompts, np.int64))
 
 
 def ids_of(batch: Batch, row: int) -> torch.Tensor:
@@ -164,12 +164,12 @@ def reference_gradients(model: Any, loss: torch.Tensor, folder: Path) -> dict[st
     return load_file(folder / "model.safetensors")
 
 
-def assert_gradients(found: list[ranks.Result], wanted: dict[str, torch.Tensor]) -> None:
-    assert found[0]["gradients"].keys() == wanted.keys()
-    largest = max(float(tensor.abs().max()) for tensor in wanted.values())
-    for name, tensor in wanted.items():
+def assert_gradients(actual: list[ranks.Result], expected: dict[str, torch.Tensor]) -> None:
+    assert actual[0]["gradients"].keys() == expected.keys()
+    largest = max(float(tensor.abs().max()) for tensor in expected.values())
+    for name, tensor in expected.items():
         torch.testing.assert_close(
-            found[0]["gradients"][name], tensor, rtol=1e-3, atol=2e-6 * largest, msg=name
+            actual[0]["gradients"][name], tensor, rtol=1e-3, atol=2e-6 * largest, msg=name
         )
 
 
@@ -182,10 +182,10 @@ def test_supervised_loss_and_gradients_equal_transformers(runs, layout):
     model = tiny_models.build("qwen3")
     trained = [log_probs_of(model, batch, row)[mask_of(batch, row)] for row in range(len(batch))]
     loss = -torch.cat(trained).mean()
-    found = runs.gradients(batch, layout, "language_model", negative_log_likelihood)
-    [metrics] = {m["loss"] for m in (f["metrics"] for f in found) if m}
+    results = runs.gradients(batch, layout, "language_model", negative_log_likelihood)
+    [metrics] = {m["loss"] for m in (f["metrics"] for f in results) if m}
     assert metrics == pytest.approx(loss.item(), rel=1e-5)
-    assert_gradients(found, reference_gradients(model, loss, runs.folder / f"sft-{layout}"))
+    assert_gradients(results, reference_gradients(model, loss, runs.folder / f"sft-{layout}"))
 
 
 def dpo_by_torch(new: list[torch.Tensor], old: list[torch.Tensor]) -> torch.Tensor:
@@ -213,14 +213,14 @@ def test_preference_loss_and_gradients_equal_torch_on_transformers(runs, name, l
         torch.from_numpy(column.copy()).double()[mask]
         for column, mask in zip(pairs.jagged("reference_log_probs"), masks, strict=True)
     ]
-    wanted = [by_torch(new[i : i + 2], old[i : i + 2]) for i in range(0, len(new), 2)]
+    expected = [by_torch(new[i : i + 2], old[i : i + 2]) for i in range(0, len(new), 2)]
     batch = runs.scored(pairs, layout, "language_model", "log_probs")
     losses = PREFERENCE_LOSSES.bind(name, settings)(build_pair_inputs(batch))
-    np.testing.assert_allclose(losses.loss, [w.item() for w in wanted], rtol=1e-4)
+    np.testing.assert_allclose(losses.loss, [w.item() for w in expected], rtol=1e-4)
     batch = batch.with_columns(loss_weights=compute_pair_weights(batch, losses))
-    found = runs.gradients(batch, layout, "language_model")
-    loss = torch.stack(wanted).mean()
-    assert_gradients(found, reference_gradients(model, loss, runs.folder / f"{name}-{layout}"))
+    results = runs.gradients(batch, layout, "language_model")
+    loss = torch.stack(expected).mean()
+    assert_gradients(results, reference_gradients(model, loss, runs.folder / f"{name}-{layout}"))
 
 
 def reward_batch(runs: Runs, layout: str) -> tuple[Batch, Any]:
@@ -234,15 +234,15 @@ def reward_batch(runs: Runs, layout: str) -> tuple[Batch, Any]:
 @pytest.mark.parametrize("layout", EACH)
 def test_reward_scores_loss_and_gradients_equal_transformers(runs, layout):
     model = reward_model()
-    wanted = torch.cat(
+    expected = torch.cat(
         [model(ids_of(runs.pairs, row)).logits[0] for row in range(len(runs.pairs))]
     ).double()
-    loss = -logsigmoid(wanted[::2] - wanted[1::2] - MARGIN).mean()
+    loss = -logsigmoid(expected[::2] - expected[1::2] - MARGIN).mean()
     batch, losses = reward_batch(runs, layout)
-    np.testing.assert_allclose(batch.jagged("values").values, wanted.detach(), atol=1e-5)
+    np.testing.assert_allclose(batch.jagged("values").values, expected.detach(), atol=1e-5)
     assert losses.metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
-    found = runs.gradients(batch, layout, "reward_model")
-    assert_gradients(found, reference_gradients(model, loss, runs.folder / f"rm-{layout}"))
+    results = runs.gradients(batch, layout, "reward_model")
+    assert_gradients(results, reference_gradients(model, loss, runs.folder / f"rm-{layout}"))
 
 
 @pytest.mark.parametrize("start", ["language_model", "reward_model"])
@@ -250,7 +250,7 @@ def test_transformers_loads_a_trained_reward_model_and_gives_the_same_scores(run
     batch, _ = reward_batch(runs, "pp2")
     folder = runs.folder / f"trained-{start}"
     by_rank = exported(runs.paths[start], LAYOUTS["pp2"], batch, folder)
-    found = {row: score for result in by_rank for row, score in result.items()}
+    scores_by_row = {row: score for result in by_rank for row, score in result.items()}
     model, report = transformers.AutoModelForSequenceClassification.from_pretrained(
         folder, output_loading_info=True
     )
@@ -259,5 +259,5 @@ def test_transformers_loads_a_trained_reward_model_and_gives_the_same_scores(run
     with torch.no_grad():
         for row in range(len(batch)):
             score = model.eval()(ids_of(runs.pairs, row)).logits.item()
-            assert found[row] == pytest.approx(score, abs=1e-5)
-    assert min(map(abs, found.values())) > 0
+            assert scores_by_row[row] == pytest.approx(score, abs=1e-5)
+    assert min(map(abs, scores_by_row.values())) > 0

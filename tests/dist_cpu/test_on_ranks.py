@@ -27,23 +27,25 @@ def answering(*reports: str | None) -> list[ranks._Rank]:
     made, threads = [], []
     for rank in range(len(reports)):
         made.append(ranks._Rank.__new__(ranks._Rank))
-        made[-1].orders, theirs = Pipe()
-        made[-1].process = theirs  # which stays open so long
-        threads.append(threading.Thread(target=serve, args=(rank, theirs)))
+        made[-1].orders, connection = Pipe()
+        made[-1].process = connection  # which stays open so long
+        threads.append(threading.Thread(target=serve, args=(rank, connection)))
     for thread in threads:
         thread.start()
     return made
 
 
 def test_results_come_by_rank():
-    assert ranks._results(answering(None, None, None), {}) == [{"": {"rank": n}} for n in range(3)]
+    assert ranks._collect_results(answering(None, None, None), {}) == [
+        {"": {"rank": n}} for n in range(3)
+    ]
 
 
-@pytest.mark.parametrize("others", [None, "silent"])
-def test_an_assertion_that_fails_on_the_last_rank_alone_is_raised(others):
+@pytest.mark.parametrize("other_report", [None, "silent"])
+def test_an_assertion_that_fails_on_the_last_rank_alone_is_raised(other_report):
     report = "rank 3:\nAssertionError: of rank 3"
     with pytest.raises(AssertionError, match=r"^rank 3:\nAssertionError: of rank 3"):
-        ranks._results(answering(others, others, others, report), {})
+        ranks._collect_results(answering(other_report, other_report, other_report, report), {})
 
 
 def test_calls_run_once_for_each_arguments_on_as_many_ranks_as_they_say(monkeypatch):
@@ -51,19 +53,19 @@ def test_calls_run_once_for_each_arguments_on_as_many_ranks_as_they_say(monkeypa
     monkeypatch.setattr(ranks, "spawn", lambda size, jobs: {"": sizes.append(size) or len(sizes)})
     assert [fails_on_the_last(), fails_on_the_last()] == [1, 1]
     wide, deep = Layout(tp=2, dp=2), Layout(pp=2)
-    assert [of_layout(wide), of_layout(deep), of_layout(wide)] == [2, 3, 2]
+    assert [describe_layout(wide), describe_layout(deep), describe_layout(wide)] == [2, 3, 2]
     assert sizes == [4, 4, 2]
-    ranks.forget()
+    ranks.forget_results()
 
 
-@ranks.on_ranks(4)
+@ranks.spawn_on_ranks(4)
 def fails_on_the_last() -> ranks.Result:
     assert os.environ["RANK"] != "3", "of rank 3"
     return {}
 
 
-@ranks.on_ranks()
-def of_layout(layout: Layout) -> ranks.Result:
+@ranks.spawn_on_ranks()
+def describe_layout(layout: Layout) -> ranks.Result:
     return {"layout": str(layout)}
 
 

@@ -105,8 +105,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     needs |= {"refused/layers": "save/mixed/pp2", "refused/weights": "weights"}
 
     def add(case: str, function: Any, model: str, layout: str, *args: Any, **settings: Any) -> None:
-        at = LAYOUTS[layout]
-        todo[at.world_size][case] = partial(function, models[model], at, *args, **settings)
+        shape = LAYOUTS[layout]
+        todo[shape.world_size][case] = partial(function, models[model], shape, *args, **settings)
 
     for name, (model, settings, targets) in CHECKPOINTS.items():
         to = folder / name.replace("/", "-")
@@ -149,26 +149,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(models, folder, ranks.Results(todo, needs))
 
 
-def assert_same_steps(result, wanted, loss=1e-6, grad_norm=1e-4):
-    for step, reference in zip(result["steps"], wanted, strict=True):
+def assert_same_steps(result, expected, loss=1e-6, grad_norm=1e-4):
+    for step, reference in zip(result["steps"], expected, strict=True):
         assert step["grad_norm"] == pytest.approx(reference["grad_norm"], rel=grad_norm)
         assert step["lr"] == reference["lr"]
         if "loss" in step:  # the last pipeline stage has it
             assert step["loss"] == pytest.approx(reference["loss"], rel=loss)
 
 
-def assert_same_weights(found, wanted, atol):
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        torch.testing.assert_close(found[name], tensor, rtol=0, atol=atol, msg=name)
+def assert_same_weights(actual, expected, atol):
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(actual[name], tensor, rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize(("name", "layout"), SAME_CASES)
 def test_a_resume_in_the_same_layout_changes_no_bit(runs, name, layout):
     saved = runs[f"save/{name}"]
-    for result, wanted in zip(runs[f"{name}->{layout}"], saved, strict=True):
-        assert result["steps"] == wanted["steps"][2:]
-        for key, tensor in wanted["trained"].items():
+    for result, expected in zip(runs[f"{name}->{layout}"], saved, strict=True):
+        assert result["steps"] == expected["steps"][2:]
+        for key, tensor in expected["trained"].items():
             assert torch.equal(result["trained"][key], tensor), key
 
 
@@ -181,13 +181,13 @@ def test_a_save_leaves_no_process(runs, name):
 def test_a_resume_in_another_layout_takes_the_same_steps(runs, name, layout):
     model, settings, _ = CHECKPOINTS[name]
     in_bf16 = "dtype" in settings
-    one = runs[f"save/{name}" if in_bf16 else f"one/{model}"]
-    wanted = next(result for result in one if "loss" in result["steps"][0])
+    references = runs[f"save/{name}" if in_bf16 else f"one/{model}"]
+    expected = next(result for result in references if "loss" in result["steps"][0])
     bounds = {"loss": 0.02, "grad_norm": 0.02} if in_bf16 else {}
     for result in runs[f"{name}->{layout}"]:
-        assert_same_steps(result, wanted["steps"][2:], **bounds)
+        assert_same_steps(result, expected["steps"][2:], **bounds)
     trained = runs[f"{name}->{layout}"][0]["trained"]
-    assert_same_weights(trained, one[0]["trained"], atol=4e-3 if in_bf16 else 5e-5)
+    assert_same_weights(trained, references[0]["trained"], atol=4e-3 if in_bf16 else 5e-5)
 
 
 def test_steps_after_a_resume_move_weights_far_beyond_the_tolerance(runs):
@@ -250,23 +250,23 @@ def test_checkpoint_info_tells_version_layout_and_kind(runs):
 def test_overlap_takes_the_steps_of_one_rank_and_reads_see_finished_weights(
     runs, model, layout, sharded
 ):
-    [one] = runs[f"reads/one/{model}"]
+    [reference] = runs[f"reads/one/{model}"]
     results = runs[f"reads/{model}/{layout}/{sharded}"]
     assert max(result["num_buckets"] for result in results) >= 2  # or nothing could arrive late
     scored = {}
     for result in results:
-        assert_same_steps(result, one["steps"])
+        assert_same_steps(result, reference["steps"])
         scored |= result["scored"]
         if result["head"] is not None:
-            wanted = one["trained"].get(
-                "lm_head.weight", one["trained"]["model.embed_tokens.weight"]
+            expected = reference["trained"].get(
+                "lm_head.weight", reference["trained"]["model.embed_tokens.weight"]
             )
-            torch.testing.assert_close(result["head"], wanted, rtol=0, atol=5e-5)
-    assert scored.keys() == one["scored"].keys()
-    for row, values in one["scored"].items():
+            torch.testing.assert_close(result["head"], expected, rtol=0, atol=5e-5)
+    assert scored.keys() == reference["scored"].keys()
+    for row, values in reference["scored"].items():
         torch.testing.assert_close(scored[row], values, rtol=0, atol=1e-5)
     for when in ("exported", "trained"):
-        assert_same_weights(results[0][when], one[when], atol=5e-5)
+        assert_same_weights(results[0][when], reference[when], atol=5e-5)
 
 
 def test_adam_is_torch_adamw_with_decay_on_matrices_only(runs):
@@ -274,8 +274,8 @@ def test_adam_is_torch_adamw_with_decay_on_matrices_only(runs):
     [result] = runs["adam"]
     fused = [name for name in ("transformer_engine", "apex") if importlib.util.find_spec(name)]
     assert set(result["kinds"]) == {"FusedAdam" if fused else "AdamW"}
-    for norm, wanted in result["norms"]:
-        assert norm == pytest.approx(wanted, rel=1e-5)
+    for norm, expected in result["norms"]:
+        assert norm == pytest.approx(expected, rel=1e-5)
         assert norm > 0.5  # so that clipping took part
     assert max(result["gaps"].values()) < 1e-6
 
@@ -295,14 +295,14 @@ def test_norms_and_other_tensors_of_one_dim_do_not_decay(runs):
 @pytest.mark.parametrize("layout", ["tp1", "tp2", "dp2", "ep2"])
 def test_clipping_bounds_the_norm_over_all_ranks(runs, layout):
     """With beta1 = beta2 = 0 and eps = 1 an update is rate * g / (1 + |g|), nearly the gradient."""
-    [one] = runs["clip/tp1"]
+    [reference] = runs["clip/tp1"]
     unclipped = runs["one/moe"][0]["steps"][0]["grad_norm"]
     result = runs[f"clip/{layout}"][0]
     assert result["step"]["grad_norm"] == pytest.approx(unclipped, rel=1e-4)
     assert result["step"]["lr"] == 0.5
     norm = sum(float(u.double().square().sum()) for u in result["update"].values()) ** 0.5
     assert norm == pytest.approx(0.5 * CLIP, rel=0.01)
-    assert_same_weights(result["update"], one["update"], atol=1e-7)
+    assert_same_weights(result["update"], reference["update"], atol=1e-7)
 
 
 @pytest.mark.parametrize("name", CLOSED)
@@ -362,12 +362,12 @@ def test_the_memory_report_of_one_rank_is_exact(runs, dtype, weight_bytes, state
 @pytest.mark.parametrize(("dtype", "state_bytes"), [("float32", 8), ("bfloat16", 12)])
 def test_a_distributed_optimizer_halves_the_state_of_two_ranks(runs, dtype, state_bytes):
     results = runs[f"memory/dp2/{dtype}"]
-    found = [result["stepped"]["optimizer_state_bytes"] for result in results]
+    sizes = [result["stepped"]["optimizer_state_bytes"] for result in results]
     num = num_weights(runs)
-    counts = sum(found) - state_bytes * num
+    counts = sum(sizes) - state_bytes * num
     # A parameter on the border of two shards has a count on each.
     assert 4 * NUM_TENSORS <= counts <= 4 * (NUM_TENSORS + 4)
-    for size in found:
+    for size in sizes:
         assert size == pytest.approx(state_bytes * num / 2, rel=0.01)
     for result in results:
         assert result["stepped"]["gradients_bytes"] == pytest.approx(4 * num, rel=0.01)

@@ -56,10 +56,10 @@ ONE_PACK = 10_000  # tokens: all samples of a test in one micro-batch
 PACKINGS = ((None, ONE_PACK), (1, ONE_PACK), (2, 96), (3, 64), (4, 40), (None, 16))
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def packings(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Loss, metrics and gradients of this rank for each packing of the same batch."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     return {str(packing): _one_packing(engine, batch, *packing) for packing in PACKINGS}
 
 
@@ -68,10 +68,10 @@ def _one_packing(
 ) -> dict[str, Any]:
     order = np.arange(len(batch)) if seed is None else _permutation(len(batch), seed)
     shuffled = batch.take(order.tolist())
-    mine = shuffled.take(ranks.share_of(engine, shuffled))
+    share = shuffled.take(ranks.list_rows(engine, shuffled))
     engine.spec.engine.max_tokens_per_micro_batch = budget
     engine.optimizer_zero_grad()
-    results = engine.forward_backward_batch(mine, negative_log_likelihood, forward_only=False)
+    results = engine.forward_backward_batch(share, negative_log_likelihood, forward_only=False)
     parameters = [p for chunk in engine.chunks for p in chunk.parameters() if p.requires_grad]
     return {
         "num_micro_batches": len(results),
@@ -103,7 +103,7 @@ ATTENTION_NAMES = [
 ]
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def attention(layout: Layout) -> ranks.Result:
     """Attention of this CP rank's tokens, and of the whole pack, with gradients; in float64."""
     device.install(1)
@@ -138,18 +138,18 @@ def _attention(
     def random(*shape: int) -> torch.Tensor:
         return torch.randn(sum(lengths), *shape, generator=generator, dtype=torch.float64)
 
-    whole = [random(heads, dim), random(groups, dim), random(groups, value_dim)]
+    full = [random(heads, dim), random(groups, dim), random(groups, value_dim)]
     weights = random(heads * value_dim)
     rows = torch.from_numpy(get_zigzag_rows(lengths, cp, rank))
-    mine = [x[rows].requires_grad_() for x in whole]
-    whole = [x.requires_grad_() for x in whole]
-    actual = _attend(group, mine, lengths, window, softmax)
+    local = [x[rows].requires_grad_() for x in full]
+    full = [x.requires_grad_() for x in full]
+    actual = _attend(group, local, lengths, window, softmax)
     (actual * weights[rows]).sum().backward()
-    expected = _attend(None, whole, lengths, window, softmax)
+    expected = _attend(None, full, lengths, window, softmax)
     (expected * weights).sum().backward()
     return {
-        "actual": [actual.detach(), *(x.grad for x in mine)],
-        "expected": [expected.detach()[rows], *(x.grad[rows] for x in whole)],
+        "actual": [actual.detach(), *(x.grad for x in local)],
+        "expected": [expected.detach()[rows], *(x.grad[rows] for x in full)],
     }
 
 
@@ -193,7 +193,7 @@ class Runs:
         return packings(self.paths[model], PACKED[layout], self.batch)
 
     def parity(self, model: str, layout: str) -> list[ranks.Result]:
-        return ranks.parity(self.paths[model], (SINGLE | CONTEXT[model])[layout], self.batch)
+        return ranks.run_parity(self.paths[model], (SINGLE | CONTEXT[model])[layout], self.batch)
 
 
 @pytest.fixture(scope="module")

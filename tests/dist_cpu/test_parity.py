@@ -27,9 +27,9 @@ LAYOUTS = {"qwen3": DENSE, "qwen3_moe": MOE, "qwen3_moe_mixed": MOE}
 CASES = [(model, name) for model, layouts in LAYOUTS.items() for name in layouts]
 # Of the model with a dense layer before experts: one layout of experts over ranks each time.
 MORE = [("qwen3_moe_mixed", name) for name in MOE if name not in ("tp1", "tp2etp2")]
-KEPT = [case for case in CASES if case not in MORE]
+DAILY = [case for case in CASES if case not in MORE]
 PARALLEL = [case for case in CASES if case[1] != "tp1"]
-PARALLEL_KEPT = [case for case in KEPT if case in PARALLEL]
+DAILY_PARALLEL = [case for case in DAILY if case in PARALLEL]
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Runs:
     checkpoints: dict[str, Path]
 
     def parity(self, model: str, layout: str, dtype: str = "float32") -> list[ranks.Result]:
-        at = LAYOUTS[model][layout]
-        return ranks.parity(self.checkpoints[model], at, self.batch, dtype)
+        parallel_layout = LAYOUTS[model][layout]
+        return ranks.run_parity(self.checkpoints[model], parallel_layout, self.batch, dtype)
 
 
 @pytest.fixture(scope="module")
@@ -49,24 +49,24 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tiny_models.make_batch(), checkpoints)
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def distributed_optimizer(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Two steps with the optimizer state sharded over data-parallel ranks."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     spec.engine.optimizer.distributed = True
-    engine = ranks.started(spec)
-    mine = batch.take(ranks.share_of(engine, batch))
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    engine = ranks.start_engine(spec)
+    share = batch.take(ranks.list_rows(engine, batch))
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {"steps": steps, "trained": dict(engine.get_per_tensor_param())}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def fewer_samples_than_ranks(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """One sample on DP rank 0 and none elsewhere: two steps."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
-    mine = batch.take([0] if engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0 else [])
-    engine.infer_batch(mine)
-    return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
+    share = batch.take([0] if engine.mesh.get_coordinate(engine.world_rank).dp_rank == 0 else [])
+    engine.infer_batch(share)
+    return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 
 @pytest.fixture(scope="module")
@@ -77,43 +77,43 @@ def references(runs):
     }
 
 
-def by_sample(reference: np.ndarray, runs) -> list[torch.Tensor]:
+def split_by_sample(reference: np.ndarray, runs) -> list[torch.Tensor]:
     lengths = runs.batch.jagged("response_ids").lengths.tolist()
     return list(torch.from_numpy(reference).split(lengths))
 
 
-@pytest.mark.parametrize(("model", "layout"), all_but(KEPT, CASES))
+@pytest.mark.parametrize(("model", "layout"), all_but(DAILY, CASES))
 def test_logits_log_probs_and_entropy_equal_transformers(runs, references, model, layout):
-    logits, log_probs, entropy = (by_sample(part, runs) for part in references[model])
+    logits, log_probs, entropy = (split_by_sample(part, runs) for part in references[model])
     for result in runs.parity(model, layout):  # every rank, also inside a TP group
         rows = result["rows"]
-        wanted = torch.cat([logits[row] for row in rows])
-        torch.testing.assert_close(result["logits"], wanted, rtol=0, atol=1e-5)
+        expected = torch.cat([logits[row] for row in rows])
+        torch.testing.assert_close(result["logits"], expected, rtol=0, atol=1e-5)
         for place, row in enumerate(rows):
             for name, reference in (("log_probs", log_probs), ("entropy", entropy)):
-                found = result[name][place].double()
-                torch.testing.assert_close(found, reference[row], rtol=0, atol=1e-5)
+                actual = result[name][place].double()
+                torch.testing.assert_close(actual, reference[row], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("model", "layout"), all_but(KEPT, CASES))
+@pytest.mark.parametrize(("model", "layout"), all_but(DAILY, CASES))
 def test_export_gives_back_each_tensor_bit_for_bit(runs, model, layout):
     original = load_file(runs.checkpoints[model] / "model.safetensors")
-    first, *others = runs.parity(model, layout)
+    first, *other_ranks = runs.parity(model, layout)
     assert first["exported"].keys() == original.keys()
     for name, tensor in original.items():
         assert torch.equal(first["exported"][name], tensor), name
-    assert all(result["exported"] == {} for result in others)
+    assert all(result["exported"] == {} for result in other_ranks)
 
 
-@pytest.mark.parametrize(("model", "layout"), all_but(PARALLEL_KEPT, PARALLEL))
+@pytest.mark.parametrize(("model", "layout"), all_but(DAILY_PARALLEL, PARALLEL))
 def test_two_training_steps_equal_one_rank(runs, model, layout):
     single = runs.parity(model, "tp1")[0]
     for result in runs.parity(model, layout):
-        for step, wanted in zip(result["steps"], single["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
-            assert step["approx_kl"] == pytest.approx(wanted["approx_kl"], rel=1e-4)
-            assert step["lr"] == wanted["lr"]
+        for step, expected in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
+            assert step["approx_kl"] == pytest.approx(expected["approx_kl"], rel=1e-4)
+            assert step["lr"] == expected["lr"]
     trained = runs.parity(model, layout)[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
@@ -137,14 +137,14 @@ def test_the_loss_equals_a_plain_torch_step_on_transformers(runs):
 
 
 @pytest.mark.parametrize("layout", ["tp1", "tp2ep2"])
-def test_bfloat16_stays_near_float32(runs, references, layout):
+def test_bfloat16_stays_close_to_float32(runs, references, layout):
     """Log-probs on average within 0.02 nats, the first step within 2%, the weights in bfloat16."""
     result = runs.parity("qwen3_moe", layout, "bfloat16")[0]
-    wanted = torch.from_numpy(references["qwen3_moe"][1])
-    assert (torch.cat(result["log_probs"]) - wanted).abs().mean() < 0.02
-    found, exact = result["steps"][0], runs.parity("qwen3_moe", "tp1")[0]["steps"][0]
-    assert found["loss"] == pytest.approx(exact["loss"], rel=0.02)
-    assert found["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.02)
+    expected = torch.from_numpy(references["qwen3_moe"][1])
+    assert (torch.cat(result["log_probs"]) - expected).abs().mean() < 0.02
+    actual, exact = result["steps"][0], runs.parity("qwen3_moe", "tp1")[0]["steps"][0]
+    assert actual["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert actual["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.02)
     assert {tensor.dtype for tensor in result["trained"].values()} == {torch.bfloat16}
 
 
@@ -153,30 +153,30 @@ def test_a_distributed_optimizer_takes_the_same_steps(runs, layout):
     single = runs.parity("qwen3_moe", "tp1")[0]
     by_rank = distributed_optimizer(runs.checkpoints["qwen3_moe"], MOE[layout], runs.batch)
     for result in by_rank:
-        for step, wanted in zip(result["steps"], single["steps"], strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+        for step, expected in zip(result["steps"], single["steps"], strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
     trained = by_rank[0]["trained"]
     for name, tensor in single["trained"].items():
         torch.testing.assert_close(trained[name], tensor, rtol=0, atol=2e-4, msg=name)
 
 
 def test_a_data_parallel_rank_without_samples_joins_the_step(runs):
-    one, two = (
+    tp1, ep2 = (
         fewer_samples_than_ranks(runs.checkpoints["qwen3_moe"], MOE[name], runs.batch)
         for name in ("tp1", "ep2")
     )
-    single = one[0]["steps"]
-    for result in two:
-        for step, wanted in zip(result["steps"], single, strict=True):
-            assert step["loss"] == pytest.approx(wanted["loss"], rel=1e-6)
-            assert step["grad_norm"] == pytest.approx(wanted["grad_norm"], rel=1e-4)
+    single = tp1[0]["steps"]
+    for result in ep2:
+        for step, expected in zip(result["steps"], single, strict=True):
+            assert step["loss"] == pytest.approx(expected["loss"], rel=1e-6)
+            assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-4)
 
 
 def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, tmp_path):
     path = runs.checkpoints["qwen3_moe"]
     for result in ranks.resume(path, MOE["tp2ep2"], runs.batch, tmp_path):
-        for found, wanted in zip(result["resumed"], result["steps"][2:], strict=True):
-            assert found == wanted
+        for actual, expected in zip(result["resumed"], result["steps"][2:], strict=True):
+            assert actual == expected
         for name, tensor in result["trained"].items():
             assert torch.equal(result["trained_after_resume"][name], tensor), name

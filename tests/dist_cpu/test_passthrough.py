@@ -16,7 +16,7 @@ from mcore_rl.config.schema import Layout, MoEConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def train(
     path: Path,
     layout: Layout,
@@ -27,19 +27,19 @@ def train(
     recompute: RecomputeConfig | None = None,
 ) -> ranks.Result:
     """Take three steps; the last two of them again from a checkpoint, if there is a folder."""
-    spec = ranks.engine_spec(path, layout)
+    spec = ranks.build_engine_spec(path, layout)
     settings = {
         "megatron": megatron,
         "optimizer": replace(spec.engine.optimizer, **optimizer),
         "recompute": recompute or RecomputeConfig(),
     }
     spec = replace(spec, engine=replace(spec.engine, **settings))
-    engine = ranks.started(spec)
-    mine = batch.take(ranks.share_of(engine, batch))
-    steps = [engine.train_batch(mine, ranks.LOSS)]
+    engine = ranks.start_engine(spec)
+    share = batch.take(ranks.list_rows(engine, batch))
+    steps = [engine.train_batch(share, ranks.LOSS)]
     if folder is not None:
         engine.save_checkpoint(folder / "checkpoint")
-    steps += [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    steps += [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     buffers = [buffer for chunk in engine.wrapped_chunks for buffer in chunk.buffers]
     config = engine.chunks[0].config
     result = {
@@ -48,9 +48,9 @@ def train(
         "deallocate": config.deallocate_pipeline_outputs,
     }
     if folder is not None:
-        resumed = ranks.started(spec)
+        resumed = ranks.start_engine(spec)
         resumed.load_checkpoint(folder / "checkpoint")
-        result["resumed"] = [resumed.train_batch(mine, ranks.LOSS) for _ in range(2)]
+        result["resumed"] = [resumed.train_batch(share, ranks.LOSS) for _ in range(2)]
     return result
 
 
@@ -113,12 +113,12 @@ def test_modules_that_are_recomputed_without_their_outputs_give_the_same_steps(
     assert get_norms(recomputed) == pytest.approx(get_norms(plain), rel=1e-6)
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def train_experts(
     path: Path, layout: Layout, batch: Batch, moe: MoEConfig, optimizer: dict[str, Any]
 ) -> ranks.Result:
     """Take two steps in bfloat16, of several micro-batches and with several buckets each."""
-    spec = ranks.engine_spec(path, layout, "bfloat16")
+    spec = ranks.build_engine_spec(path, layout, "bfloat16")
     settings = {
         "moe": moe,
         "megatron": {"bucket_size": 8000},
@@ -126,9 +126,9 @@ def train_experts(
         "optimizer": replace(spec.engine.optimizer, **optimizer),
         "recompute": RecomputeConfig("selective", ["core_attn", "moe_act"]),
     }
-    engine = ranks.started(replace(spec, engine=replace(spec.engine, **settings)))
-    mine = batch.take(ranks.share_of(engine, batch))
-    return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
+    engine = ranks.start_engine(replace(spec, engine=replace(spec.engine, **settings)))
+    share = batch.take(ranks.list_rows(engine, batch))
+    return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 
 OVERLAP = {"distributed": True, "overlap": True}
@@ -167,11 +167,11 @@ def test_overlapped_exchanges_give_the_same_steps(tmp_path, model, layout, optim
 @pytest.mark.parametrize("layout", [Layout(dp=2), Layout(dp=2, ep=2), Layout(pp=2)], ids=str)
 def test_muon_does_not_depend_on_the_layout_and_resumes_exactly(path, layout, tmp_path):
     batch, settings = tiny_models.make_batch(), {"name": "muon"}
-    [one] = train(path, Layout(), batch, None, {}, settings)
+    [reference] = train(path, Layout(), batch, None, {}, settings)
     result = train(path, layout, batch, tmp_path, {}, settings)[-1]
-    assert get_norms(result) == pytest.approx(get_norms(one), rel=1e-3)
+    assert get_norms(result) == pytest.approx(get_norms(reference), rel=1e-3)
     assert get_norms(result, "resumed") == get_norms(result)[1:]
-    assert get_norms(one)[1:] != get_norms(train(path, Layout(), batch, None, {}, {})[0])[1:]
+    assert get_norms(reference)[1:] != get_norms(train(path, Layout(), batch, None, {}, {})[0])[1:]
 
 
 def test_a_field_of_muon_changes_its_steps(path):

@@ -109,10 +109,10 @@ def runs(tmp_path_factory):
     for name, layout in LAYOUTS.items():
         for job in (policy_jobs.update, policy_jobs.gradients):
             key = f"{job.__name__}/{name}"
-            jobs[layout.world_size][key] = ranks.job(job, path, layout, batch)
+            jobs[layout.world_size][key] = ranks.make_job(job, path, layout, batch)
     examples = batch.select("prompt_ids", "response_ids", "response_mask")
     for temperature in (1.0, 2.0):
-        jobs[1][f"supervised/{temperature}"] = ranks.job(
+        jobs[1][f"supervised/{temperature}"] = ranks.make_job(
             policy_jobs.supervised, path, examples, temperature, folder / str(temperature)
         )
     results = {key: r for size in jobs for key, r in ranks.spawn(size, jobs[size]).items()}
@@ -123,21 +123,21 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_scores_are_those_of_the_divided_logits(runs, layout, name):
     lengths = runs.batch.jagged("response_ids").lengths.tolist()
-    wanted, seen = runs.reference.scores[name].split(lengths), set()
+    expected, seen = runs.reference.scores[name].split(lengths), set()
     for result in runs.results[f"update/{layout}"]:
         for row, values in result.get(name, {}).items():
-            assert values == pytest.approx(wanted[row].tolist(), abs=1e-5)
+            assert values == pytest.approx(expected[row].tolist(), abs=1e-5)
             seen.add(row)
     assert seen == set(range(len(runs.batch)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_the_divided_logits(runs, layout):
-    found = runs.results[f"gradients/{layout}"][0]["gradients"]
-    wanted = runs.reference.gradients
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        assert (found[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
+    actual = runs.results[f"gradients/{layout}"][0]["gradients"]
+    expected = runs.reference.gradients
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert (actual[name] - gradient).norm() <= 1e-4 * gradient.norm(), name
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -152,10 +152,10 @@ def test_the_loss_keeps_its_weights(runs, layout):
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_are_means_over_trained_tokens(runs, layout, metric):
     trained = torch.from_numpy(runs.batch.jagged("response_mask").values != 0)
-    wanted = runs.reference.metrics[metric][trained].mean().item()
+    expected = runs.reference.metrics[metric][trained].mean().item()
     for result in runs.results[f"update/{layout}"]:
         if "loss" in result["metrics"]:
-            assert result["metrics"][metric] == pytest.approx(wanted, rel=1e-4)
+            assert result["metrics"][metric] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_weights_are_such_that_a_weighted_mean_would_be_another(runs):
@@ -169,9 +169,9 @@ def test_the_weights_are_such_that_a_weighted_mean_would_be_another(runs):
 
 def test_supervised_training_does_not_depend_on_the_temperature_of_sampling(runs):
     """The loss of the first step is the plain negative log-likelihood of transformers."""
-    [one], [two] = (runs.results[f"supervised/{t}"] for t in (1.0, 2.0))
-    assert one["losses"] == two["losses"]
+    [first], [second] = (runs.results[f"supervised/{t}"] for t in (1.0, 2.0))
+    assert first["losses"] == second["losses"]
     _, log_probs, _ = tiny_models.reference_scores(tiny_models.build(MODEL), runs.batch)
     trained = runs.batch.jagged("response_mask").values != 0
-    assert one["losses"][0] == pytest.approx(-log_probs[trained].mean(), rel=1e-5)
-    assert one["losses"][1] < one["losses"][0]
+    assert first["losses"][0] == pytest.approx(-log_probs[trained].mean(), rel=1e-5)
+    assert first["losses"][1] < first["losses"][0]

@@ -46,19 +46,19 @@ BIG_BUCKETS = 1 << 22
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reshard")
-    found = {}
+    paths = {}
     for family in FAMILIES:
         for num_layers in (3, 4):
             config = tiny_families.cases()[family].config
             config.num_hidden_layers = num_layers
             path = folder / f"{family}-{num_layers}"
-            found[f"{family}/{num_layers}"] = tiny_families.save(
+            paths[f"{family}/{num_layers}"] = tiny_families.save(
                 tiny_models.build_from(config), path
             )
-    found["mtp"] = tiny_families.save_with_mtp("deepseek_v3", folder)
+    paths["mtp"] = tiny_families.save_with_mtp("deepseek_v3", folder)
     path = folder / "qwen3_moe"  # the name tells lora_jobs what to adapt
-    found["lora"] = tiny_families.save(lora_jobs.build("qwen3_moe"), path)
-    return found
+    paths["lora"] = tiny_families.save(lora_jobs.build("qwen3_moe"), path)
+    return paths
 
 
 @pytest.fixture(scope="session")
@@ -68,19 +68,19 @@ def results(checkpoints) -> dict[str, list[dict[str, Any]]]:
     for family in FAMILIES:
         for name, layout in LAYOUTS.items():
             path = checkpoints[f"{family}/{LAYERS.get(name, 3)}"]
-            spec = replace(ranks.engine_spec(path, layout), total_steps=0)
-            two[f"colocated/{family}/{name}"] = ranks.job(jobs.colocated, spec, SERVERS)
-            job = ranks.job(jobs.disaggregated, path, layout, SERVERS)
+            spec = replace(ranks.build_engine_spec(path, layout), total_steps=0)
+            two[f"colocated/{family}/{name}"] = ranks.make_job(jobs.colocated, spec, SERVERS)
+            job = ranks.make_job(jobs.disaggregated, path, layout, SERVERS)
             four[f"disaggregated/{family}/{name}"] = job
     two |= _special(checkpoints)
     moe = checkpoints["deepseek_v3/3"]
     for dtype in ("float32", "bfloat16"):
-        job = ranks.job(jobs.disaggregated, moe, LAYOUTS["tp2ep2"], TP2, dtype, BIG_BUCKETS)
+        job = ranks.make_job(jobs.disaggregated, moe, LAYOUTS["tp2ep2"], TP2, dtype, BIG_BUCKETS)
         four[f"big/{dtype}"] = job
     layouts = Layout(tp=2, pp=2), GenerationLayout(tp=4)
     for num_layers, is_ordered in ((2, False), (16, False), (16, True)):
         config = jobs.tiny_dense(num_layers)
-        job = ranks.job(jobs.random_model, config, *layouts, 4096, is_ordered)
+        job = ranks.make_job(jobs.random_model, config, *layouts, 4096, is_ordered)
         four[f"{'ordered' if is_ordered else 'memory'}/{num_layers}"] = job
     return ranks.Results({2: two, 4: four})
 
@@ -88,19 +88,19 @@ def results(checkpoints) -> dict[str, list[dict[str, Any]]]:
 def _special(checkpoints: dict[str, Path]) -> dict[str, Any]:
     """Casts, adapters and prediction layers."""
     moe = checkpoints["deepseek_v3/3"]
-    inference = replace(ranks.engine_spec(moe, LAYOUTS["pp2"]), total_steps=0)
+    inference = replace(ranks.build_engine_spec(moe, LAYOUTS["pp2"]), total_steps=0)
     adapters = lora_jobs.lora_spec(checkpoints["lora"], LAYOUTS["tp2ep2"])
-    mtp = replace(ranks.engine_spec(checkpoints["mtp"], LAYOUTS["pp2"]), total_steps=0)
+    mtp = replace(ranks.build_engine_spec(checkpoints["mtp"], LAYOUTS["pp2"]), total_steps=0)
     mtp.engine.mtp_loss_coef = 0.1
     return {
-        "cast": ranks.job(jobs.colocated, inference, TP2, "bfloat16"),
-        "lora": ranks.job(jobs.colocated, replace(adapters, total_steps=0), TP2),
-        "mtp": ranks.job(jobs.colocated, mtp, TP2),
-        "ordered": ranks.job(jobs.colocated, inference, SERVERS, "float32", True),
+        "cast": ranks.make_job(jobs.colocated, inference, TP2, "bfloat16"),
+        "lora": ranks.make_job(jobs.colocated, replace(adapters, total_steps=0), TP2),
+        "mtp": ranks.make_job(jobs.colocated, mtp, TP2),
+        "ordered": ranks.make_job(jobs.colocated, inference, SERVERS, "float32", True),
     }
 
 
-def expected(
+def compute_expected(
     path: Path, layout: Layout, generation: GenerationLayout, tensors: dict[str, torch.Tensor]
 ) -> list[dict[str, torch.Tensor]]:
     """By generation rank, what the rules of vLLM cut from whole tensors."""
@@ -113,14 +113,19 @@ def expected(
     return [jobs.filled(served, rank, read) for rank in range(generation.world_size)]
 
 
-def assert_equal(found, wanted, dtype=torch.float32, scale=1.0) -> None:
+def assert_equal(actual, expected, dtype=torch.float32, scale=1.0) -> None:
     """Bit for bit; the router's bias in float32 whatever the dtype."""
-    assert found.keys() == wanted.keys()
-    for name, tensor in wanted.items():
-        kept = torch.float32 if name.endswith("e_score_correction_bias") else dtype
-        assert found[name].dtype == kept, name
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        expected_dtype = torch.float32 if name.endswith("e_score_correction_bias") else dtype
+        assert actual[name].dtype == expected_dtype, name
         torch.testing.assert_close(
-            found[name], (tensor * scale).to(kept), rtol=0, atol=0, equal_nan=True, msg=name
+            actual[name],
+            (tensor * scale).to(expected_dtype),
+            rtol=0,
+            atol=0,
+            equal_nan=True,
+            msg=name,
         )
 
 
@@ -143,24 +148,24 @@ def test_colocated_servers_get_their_slices_of_the_engine_in_two_syncs(
 ):
     path, (generation, hosts) = checkpoints[f"{family}/{LAYERS.get(name, 3)}"], SERVERS[server]
     tensors = load_file(path / "model.safetensors")
-    wanted = expected(path, LAYOUTS[name], generation, tensors)
-    found = [result[server] for result in results[f"colocated/{family}/{name}"]]
+    expected = compute_expected(path, LAYOUTS[name], generation, tensors)
+    actual = [result[server] for result in results[f"colocated/{family}/{name}"]]
     for rank, host in enumerate(hosts):
         for number, scale in enumerate((1.0, -2.0)):
-            assert_equal(found[host]["syncs"][number], wanted[rank], scale=scale)
-    assert all(result["wire"] == result["planned"] for result in found)
+            assert_equal(actual[host]["syncs"][number], expected[rank], scale=scale)
+    assert all(result["wire"] == result["planned"] for result in actual)
 
 
 @pytest.mark.parametrize(("family", "name", "server"), every_server(DISAGGREGATED))
 def test_servers_on_other_devices_get_their_slices(results, checkpoints, family, name, server):
     path, (generation, _) = checkpoints[f"{family}/{LAYERS.get(name, 3)}"], SERVERS[server]
     tensors = load_file(path / "model.safetensors")
-    wanted = expected(path, LAYOUTS[name], generation, tensors)
-    found = [result[server] for result in results[f"disaggregated/{family}/{name}"]]
-    for rank, parameters in enumerate(wanted):
-        assert_equal(found[2 + rank]["syncs"][0], parameters)
-    assert all(result["wire"] == result["planned"] for result in found)
-    sent, received = (sum(result["wire"][way] for result in found) for way in (0, 1))
+    expected = compute_expected(path, LAYOUTS[name], generation, tensors)
+    actual = [result[server] for result in results[f"disaggregated/{family}/{name}"]]
+    for rank, parameters in enumerate(expected):
+        assert_equal(actual[2 + rank]["syncs"][0], parameters)
+    assert all(result["wire"] == result["planned"] for result in actual)
+    sent, received = (sum(result["wire"][way] for result in actual) for way in (0, 1))
     assert sent == received > 0
 
 
@@ -178,14 +183,14 @@ def test_casts_adapters_and_prediction_layers(results, checkpoints, key):
     layout = LAYOUTS["tp2ep2" if key == "lora" else "pp2"]
     dtype = torch.bfloat16 if key == "cast" else torch.float32
     generation, _ = SERVERS["tp2"]
-    found = results[key]
+    actual = results[key]
     for number in (0, 1):
-        exported = found[0]["exported"][number]
-        wanted = expected(checkpoints[name], layout, generation, exported)
+        exported = actual[0]["exported"][number]
+        expected = compute_expected(checkpoints[name], layout, generation, exported)
         for rank in range(2):
-            assert_equal(found[rank]["tp2"]["syncs"][number], wanted[rank], dtype)
+            assert_equal(actual[rank]["tp2"]["syncs"][number], expected[rank], dtype)
     original = load_file(checkpoints[name] / "model.safetensors")
-    merged = any(not torch.equal(found[0]["exported"][0][n], t) for n, t in original.items())
+    merged = any(not torch.equal(actual[0]["exported"][0][n], t) for n, t in original.items())
     assert merged == (key == "lora")
 
 
@@ -193,10 +198,10 @@ def test_casts_adapters_and_prediction_layers(results, checkpoints, key):
 def test_messages_of_many_parameters_carry_both_dtypes(results, checkpoints, dtype):
     path = checkpoints["deepseek_v3/3"]
     tensors = load_file(path / "model.safetensors")
-    wanted = expected(path, LAYOUTS["tp2ep2"], GenerationLayout(tp=2), tensors)
+    expected = compute_expected(path, LAYOUTS["tp2ep2"], GenerationLayout(tp=2), tensors)
     for rank in range(2):
-        found = results[f"big/{dtype}"][2 + rank]["tp2"]["syncs"][0]
-        assert_equal(found, wanted[rank], getattr(torch, dtype))
+        actual = results[f"big/{dtype}"][2 + rank]["tp2"]["syncs"][0]
+        assert_equal(actual, expected[rank], getattr(torch, dtype))
 
 
 def test_memory_is_bounded_by_four_buckets_and_does_not_grow_with_the_model(results):
@@ -216,9 +221,9 @@ def test_transfers_that_wait_for_those_before_them_come_to_an_end_and_bring_the_
     path = checkpoints["deepseek_v3/3"]
     tensors = load_file(path / "model.safetensors")
     for server, (generation, hosts) in SERVERS.items():
-        wanted = expected(path, LAYOUTS["pp2"], generation, tensors)
+        expected = compute_expected(path, LAYOUTS["pp2"], generation, tensors)
         for rank, host in enumerate(hosts):
-            assert_equal(results["ordered"][host][server]["syncs"][0], wanted[rank])
+            assert_equal(results["ordered"][host][server]["syncs"][0], expected[rank])
     for result in results["ordered/16"]:
         assert result["wire"] == result["planned"] != [0, 0]
 

@@ -107,12 +107,12 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     jobs = {}
     for name, (model, dtype, engine) in CASES.items():
         path = tiny_models.save(model, folder)
-        jobs[name] = ranks.job(role_jobs.held, path, engine, dtype, batch)
+        jobs[name] = ranks.make_job(role_jobs.held, path, engine, dtype, batch)
     return {"folder": folder, **ranks.spawn(2, jobs)}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_rank_holds_what_was_told(measured: dict[str, Any], name: str):
+def test_a_rank_holds_what_was_predicted(measured: dict[str, Any], name: str):
     model, dtype, engine = CASES[name]
     config = RLConfig(model=ModelConfig(dtype=dtype), actor=engine)
     hf_config = read_config(Path(measured["folder"]) / f"{model}-0")
@@ -149,7 +149,7 @@ def measure_peaks(names: tuple[str, ...], world_size: int) -> dict[str, Any]:
                 tiny_families.save(tiny_models.build_from(MODELS[path.name]()), path)
             configs[name] = read_config(path)
             engine = build_peak_engine(name)
-            jobs[name] = ranks.job(role_jobs.peak, path, engine, "float32", batch)
+            jobs[name] = ranks.make_job(role_jobs.peak, path, engine, "float32", batch)
         results = ranks.spawn(world_size, jobs)
     return {name: (configs[name], results[name]) for name in names}
 
@@ -215,7 +215,7 @@ def fsdp_peaks() -> dict[str, Any]:
                 tiny_families.save(tiny_models.build_from(MODELS[model]()), path)
             configs[name] = read_config(path)
             engine = build_fsdp_engine(granularity)
-            jobs[name] = ranks.job(role_jobs.fsdp_peak, path, engine, dtype, batch)
+            jobs[name] = ranks.make_job(role_jobs.fsdp_peak, path, engine, dtype, batch)
         results = ranks.spawn(2, jobs)
     return {name: (configs[name], results[name]) for name in FSDP_PEAKS}
 

@@ -64,22 +64,22 @@ def scores(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             seed=0,
             num_top_log_probs=1,
         )
-        jobs[key] = ranks.job(engines.score_with_megatron, spec, "", SEQUENCES)
+        jobs[key] = ranks.make_job(engines.score_with_megatron, spec, "", SEQUENCES)
     results = ranks.spawn(2, jobs)
     return scores | {key: engines.merge_scores(results[key]).log_probs for key in CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_long_and_short_sequences_of_a_pack_score_as_in_transformers(scores, case):
-    for mine, theirs in zip(scores[case], scores[CASES[case][0]], strict=True):
-        torch.testing.assert_close(torch.tensor(mine), torch.tensor(theirs), rtol=0, atol=1e-5)
+    for actual, expected in zip(scores[case], scores[CASES[case][0]], strict=True):
+        torch.testing.assert_close(torch.tensor(actual), torch.tensor(expected), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("scaled", ["llama_linear", "llama_scaled"])
 def test_scaling_acts_on_these_sequences(scores, scaled):
     plain = scores["llama_dynamic"]  # the same weights
     gap = max(
-        (torch.tensor(mine) - torch.tensor(theirs)).abs().max()
-        for mine, theirs in zip(scores[scaled], plain, strict=True)
+        (torch.tensor(scaled_score) - torch.tensor(plain_score)).abs().max()
+        for scaled_score, plain_score in zip(scores[scaled], plain, strict=True)
     )
     assert gap > 0.1

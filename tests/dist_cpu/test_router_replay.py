@@ -25,16 +25,16 @@ EXPERTS = {"recompute.granularity": "selective", "recompute.modules": ["moe"]}
 FULL = {"recompute.granularity": "full"}
 NUM_MOE_LAYERS = {"moe": 4, "deepseek": 3}  # of golden_models's models
 
-ONE, PP2, CP2, VPP = Layout(), Layout(pp=2), Layout(cp=2), Layout(pp=2, vpp=2)
+ONE_RANK, PP2, CP2, VPP = Layout(), Layout(pp=2), Layout(cp=2), Layout(pp=2, vpp=2)
 TP2EP2, TP2CP2, TP2PP2 = Layout(tp=2, ep=2), Layout(tp=2, cp=2), Layout(tp=2, pp=2)
 TP2EP4 = Layout(tp=2, dp=2, ep=4)
 
 # (model, layout, settings) by name.
 REPLAY = {
-    "moe/one": ("moe", ONE, {}),
-    "moe/one full": ("moe", ONE, FULL),
-    "moe/one experts": ("moe", ONE, EXPERTS),
-    "deepseek/one": ("deepseek", ONE, {}),
+    "moe/one": ("moe", ONE_RANK, {}),
+    "moe/one full": ("moe", ONE_RANK, FULL),
+    "moe/one experts": ("moe", ONE_RANK, EXPERTS),
+    "deepseek/one": ("deepseek", ONE_RANK, {}),
     "moe/pp2 vpp2 full": ("moe", VPP, FULL),
     "moe/cp2": ("moe", CP2, {}),
     "deepseek/tp2 ep2": ("deepseek", TP2EP2, {}),
@@ -51,30 +51,30 @@ REPLAY_CASES = all_but(
 )  # fmt: skip
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def replay_recorded(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
     """A log-prob pass that records, two steps that replay it, a log-prob pass on the same ids."""
-    engine = ranks.started_with(path, layout, {**settings, "moe.router_replay": "record"})
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    scored = engine.infer_batch(mine)
-    mine = mine.with_columns(routed_experts=shared_over_stages(engine, scored))
+    engine = ranks.start_engine_with(path, layout, {**settings, "moe.router_replay": "record"})
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    scored = engine.infer_batch(share)
+    share = share.with_columns(routed_experts=shared_over_stages(engine, scored))
     engine.spec.engine.moe.router_replay = "rollout"
-    again = engine.infer_batch(mine)
+    again = engine.infer_batch(share)
     engine.spec.engine.moe.router_replay = "record"
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
-    found: ranks.Result = {"steps": steps, "held": held_by_slots(engine)}
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    result: ranks.Result = {"steps": steps, "held": held_by_slots(engine)}
     if scored is None or again is None:
-        return found
-    found |= {n: by_row(rows, scored.jagged(n)) for n in ("log_probs", "routed_experts")}
-    micros = engine._build_micro_batches(mine, is_training=False)
-    found["padding"] = sum(int((micro.token_indices < 0).sum()) for micro in micros)
-    return found | {"replayed_log_probs": by_row(rows, again.jagged("log_probs"))}
+        return result
+    result |= {n: index_by_row(rows, scored.jagged(n)) for n in ("log_probs", "routed_experts")}
+    micros = engine._build_micro_batches(share, is_training=False)
+    result["padding"] = sum(int((micro.token_indices < 0).sum()) for micro in micros)
+    return result | {"replayed_log_probs": index_by_row(rows, again.jagged("log_probs"))}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def replay_forced(
     path: Path, layout: Layout, batch: Batch, settings: ranks.Settings
 ) -> ranks.Result:
@@ -82,34 +82,34 @@ def replay_forced(
 
     Then log-probs with those that routers choose, as if nothing had been recorded.
     """
-    engine = ranks.started_with(path, layout, {**settings, "moe.router_replay": "rollout"})
-    rows = ranks.share_of(engine, batch)
-    mine = of_own_layers(engine, batch.take(rows))
-    free = engine.infer_batch(mine.select("prompt_ids", "response_ids"), replay=False)
-    scored = engine.infer_batch(mine)
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
-    found: ranks.Result = {"steps": steps, "held": held_by_slots(engine)}
+    engine = ranks.start_engine_with(path, layout, {**settings, "moe.router_replay": "rollout"})
+    rows = ranks.list_rows(engine, batch)
+    share = select_local_layers(engine, batch.take(rows))
+    free = engine.infer_batch(share.select("prompt_ids", "response_ids"), replay=False)
+    scored = engine.infer_batch(share)
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
+    result: ranks.Result = {"steps": steps, "held": held_by_slots(engine)}
     if scored is None or free is None:
-        return found
+        return result
     assert "routed_experts" not in free
-    found |= {"free_log_probs": by_row(rows, free.jagged("log_probs"))}
-    return found | {"log_probs": by_row(rows, scored.jagged("log_probs"))}
+    result |= {"free_log_probs": index_by_row(rows, free.jagged("log_probs"))}
+    return result | {"log_probs": index_by_row(rows, scored.jagged("log_probs"))}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def two_steps(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """Without replay."""
-    engine = ranks.started(ranks.engine_spec(path, layout))
-    mine = batch.take(ranks.share_of(engine, batch))
-    return {"steps": [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]}
+    engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
+    share = batch.take(ranks.list_rows(engine, batch))
+    return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def replay_errors(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
     """What is said when routers do not do as they are told, and that the engine recovers."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
-    engine = ranks.started_with(path, layout, {"moe.router_replay": "rollout"})
+    engine = ranks.start_engine_with(path, layout, {"moe.router_replay": "rollout"})
     bare = batch.select("prompt_ids", "response_ids")
     messages = {"missing": message_of(engine.infer_batch, bare)}
     before = engine.infer_batch(batch)
@@ -154,19 +154,19 @@ def shared_over_stages(engine: MegatronEngine, scored: Batch | None) -> Jagged:
     return box[0]
 
 
-def of_own_layers(engine: MegatronEngine, batch: Batch) -> Batch:
+def select_local_layers(engine: MegatronEngine, batch: Batch) -> Batch:
     """As a worker hands it over: a byte an id, of the layers of this pipeline rank alone."""
     from mcore_rl.engine.megatron.moe import list_moe_layers
 
-    whole, layers = batch.jagged("routed_experts"), list_moe_layers(engine.chunks[0].config)
+    experts, layers = batch.jagged("routed_experts"), list_moe_layers(engine.chunks[0].config)
     assert engine.layout.pp == 1 or 0 < len(engine.expert_layers) < len(layers)
     places = [layers.index(layer) for layer in engine.expert_layers]
-    own = whole.with_values(whole.values[:, places].astype(np.uint8))
-    kept = {name: column for name, column in batch.columns.items() if name != "routed_experts"}
-    return Batch({**kept, "stage_routed_experts": own})
+    local_experts = experts.with_values(experts.values[:, places].astype(np.uint8))
+    columns = {name: column for name, column in batch.columns.items() if name != "routed_experts"}
+    return Batch({**columns, "stage_routed_experts": local_experts})
 
 
-def by_row(rows: list[int], column: Jagged) -> dict[int, torch.Tensor]:
+def index_by_row(rows: list[int], column: Jagged) -> dict[int, torch.Tensor]:
     return {row: torch.from_numpy(column[place].copy()) for place, row in enumerate(rows)}
 
 
@@ -223,9 +223,9 @@ def with_random_experts(batch: Batch, num_layers: int) -> Batch:
 @pytest.mark.parametrize("name", REPLAY_CASES)
 def test_the_recorded_experts_are_those_of_transformers(runs, name):
     model, layout, _ = REPLAY[name]
-    found = rows_of(last_stages(runs.recorded(name), layout), "routed_experts")
-    assert set(found) == set(range(len(runs.batch)))
-    for row, recorded in found.items():
+    rows = rows_of(last_stages(runs.recorded(name), layout), "routed_experts")
+    assert set(rows) == set(range(len(runs.batch)))
+    for row, recorded in rows.items():
         with torch.no_grad():
             _, seen = moe_reference.run(runs.models[model], runs.batch, row)
         chosen = torch.stack([ids for _, ids in seen.values()], dim=1)
@@ -235,11 +235,11 @@ def test_the_recorded_experts_are_those_of_transformers(runs, name):
 
 def rows_of(results: list[dict[str, Any]], name: str) -> dict[int, torch.Tensor]:
     """By row of the batch; ranks that have the same row must agree on it."""
-    found: dict[int, torch.Tensor] = {}
+    rows: dict[int, torch.Tensor] = {}
     for result in results:
         for row, value in result[name].items():
-            assert torch.equal(found.setdefault(row, value), value)
-    return found
+            assert torch.equal(rows.setdefault(row, value), value)
+    return rows
 
 
 @pytest.mark.parametrize("name", REPLAY_CASES)
@@ -261,15 +261,15 @@ def test_replaying_what_was_recorded_changes_no_bit_without_padding(runs, name):
 def test_forced_experts_give_the_log_probs_of_transformers_with_those_experts(runs, name):
     model, layout, _ = REPLAY[name]
     batch = runs.forced[model]
-    found = rows_of(last_stages(runs.given(name), layout), "log_probs")
-    assert set(found) == set(range(len(batch)))
+    actual = rows_of(last_stages(runs.given(name), layout), "log_probs")
+    assert set(actual) == set(range(len(batch)))
     free = rows_of(runs.recorded(f"{model}/one"), "log_probs")
     without = rows_of(last_stages(runs.given(name), layout), "free_log_probs")
-    for row, log_probs in found.items():
+    for row, log_probs in actual.items():
         experts = batch.jagged("routed_experts")[row]
         with torch.no_grad():
-            wanted, _ = moe_reference.run(runs.models[model], batch, row, experts)
-        assert (log_probs - wanted).abs().max() < 1e-5
+            expected, _ = moe_reference.run(runs.models[model], batch, row, experts)
+        assert (log_probs - expected).abs().max() < 1e-5
         assert (log_probs - free[row]).abs().max() > 1e-3
         assert (without[row] - free[row]).abs().max() < 1e-5
 
@@ -286,14 +286,14 @@ def test_steps_with_replay_equal_one_rank_without_recompute(runs, name, kind):
 
 def test_replay_changes_the_second_step(runs):
     """Guards the test above: after a step the router alone would choose otherwise."""
-    [one] = runs.recorded("moe/one")
-    [free] = two_steps(runs.paths["moe"], ONE, runs.batch)
-    assert one["steps"][0]["grad_norm"] == free["steps"][0]["grad_norm"]
-    assert one["steps"][1]["grad_norm"] != free["steps"][1]["grad_norm"]
+    [replayed] = runs.recorded("moe/one")
+    [free] = two_steps(runs.paths["moe"], ONE_RANK, runs.batch)
+    assert replayed["steps"][0]["grad_norm"] == free["steps"][0]["grad_norm"]
+    assert replayed["steps"][1]["grad_norm"] != free["steps"][1]["grad_norm"]
 
 
 def test_routers_that_do_not_obey_are_reported(runs):
-    [result] = replay_errors(runs.paths["moe"], ONE, runs.forced["moe"])
+    [result] = replay_errors(runs.paths["moe"], ONE_RANK, runs.forced["moe"])
     assert "no column 'routed_experts'" in result["messages"]["missing"]
     assert "live router of layer 2 did not consume its targets" in result["messages"]["deaf"]
     assert "layer 2 routes more often than it has targets" in result["messages"]["twice"]

@@ -38,9 +38,9 @@ class Saves:
 
     def start(self, *order: object) -> list[int] | None:
         print(json.dumps(order), file=self._stdin, flush=True)
-        found: list[int] | None = json.loads(self._stdout.readline())
-        self._session = found[0] if found else 0
-        return found
+        answer: list[int] | None = json.loads(self._stdout.readline())
+        self._session = answer[0] if answer else 0
+        return answer
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -114,7 +114,7 @@ def saved(family: str, path: Path, num_layers: int = 4) -> Path:
 BUCKET_BYTES = 32 << 10  # rows of the tiny models are cut, and there are some dozen buckets
 
 
-@ranks.on_ranks(2)
+@ranks.spawn_on_ranks(2)
 def serve_syncs(
     spec: EngineSpec,
     servers: Mapping[str, GenerationLayout],
@@ -123,25 +123,25 @@ def serve_syncs(
     exported: Path,
 ) -> ranks.Result:
     """Version 1 has weights times -2, version 2 times 4, which are exported as well."""
-    engine = ranks.started(spec)
+    engine = ranks.start_engine(spec)
     rank = dist.get_rank()
     settings = WeightSyncConfig(bucket_bytes=BUCKET_BYTES, verify="full", timeout_s=60)
     ends, open_ = {}, []
     for name, layout in servers.items():
         if rank == 0:
             open_.append(RendezvousServer("127.0.0.1"))
-            found = asdict(open_[-1].endpoint)
+            endpoint_fields = asdict(open_[-1].endpoint)
         else:
-            found = {}
-        told = [found]
-        dist.broadcast_object_list(told, src=0)
-        endpoint = RendezvousEndpoint(**told[0])
+            endpoint_fields = {}
+        objects = [endpoint_fields]
+        dist.broadcast_object_list(objects, src=0)
+        endpoint = RendezvousEndpoint(**objects[0])
         dtype = spec.model.dtype
         num_mtp = engine.num_mtp_layers
         spec_ = TransferSpec(engine.layout, num_mtp, layout, dtype, settings, drafts=num_mtp > 0)
         if rank == 0:
             aside = folder / f"{key}-{name}.partial"
-            aside.write_text(json.dumps([told[0], spec_.to_dict()]))
+            aside.write_text(json.dumps([objects[0], spec_.to_dict()]))
             aside.rename(folder / f"{key}-{name}.json")
         ends[name] = connect(spec_, endpoint, engine.hf_config, rank, engine.device)
     for version in (1, 2):
@@ -173,13 +173,13 @@ def selected(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
         if item.path == request.path and "server" in item.fixturenames
     ]
     chosen = {(case["family"], case["layout"], case["server"]) for case in cases}
-    found: dict[str, dict[str, list[str]]] = {}
+    by_family: dict[str, dict[str, list[str]]] = {}
     for family in FAMILIES:
         for layout in LAYOUTS:
             names = [name for name in SERVERS if (family, layout, name) in chosen]
             if names:
-                found.setdefault(family, {})[layout] = names
-    return found
+                by_family.setdefault(family, {})[layout] = names
+    return by_family
 
 
 @pytest.fixture(scope="module")
@@ -194,7 +194,7 @@ def reports(
         path, exported = saved(family, folder / family), folder / f"{family}-new"
         for layout, names in layouts.items():
             dtype = "bfloat16" if family in BFLOAT16 else "float32"
-            spec = replace(ranks.engine_spec(path, LAYOUTS[layout], dtype), total_steps=0)
+            spec = replace(ranks.build_engine_spec(path, LAYOUTS[layout], dtype), total_steps=0)
             spec.engine.mtp_loss_coef = 0.1 * (family in DRAFTS)
             key, servers = f"{family}-{layout}", {name: SERVERS[name] for name in names}
             two.append(partial(serve_syncs, spec, servers, key, folder, exported))
@@ -214,24 +214,24 @@ def reports(
     for family, num_layers in ((f, n) for f, depths in MEASURED.items() for n in depths):
         key = f"{family}-{num_layers}"
         path = saved(family, folder / key, num_layers)
-        spec = replace(ranks.engine_spec(path, LAYOUTS["tp2"]), total_steps=0)
-        one = {"1": SERVERS["1"]}
-        two.append(partial(serve_syncs, spec, one, key, folder, path))
+        spec = replace(ranks.build_engine_spec(path, LAYOUTS["tp2"]), total_steps=0)
+        single_server = {"1": SERVERS["1"]}
+        two.append(partial(serve_syncs, spec, single_server, key, folder, path))
         order = serving_ranks.Order(path, path, {key: ("1",)}, {"1": False}, is_measured=True)
         orders[1].append(order)
     names = {world: f"{os.getpid()}-{secrets.token_hex(4)}" for world in orders}
     workers = [_start(world, name, folder, orders[world]) for world, name in names.items()]
-    pipes = [pipe for _, found in workers for pipe in found]
+    pipes = [pipe for _, connections in workers for pipe in connections]
     try:
         for send in two:
             send()
         assert all(pipe.poll(serving_ranks.WAIT_S) for pipe in pipes)
         return [pipe.recv() for pipe in pipes]
     except AssertionError as error:  # trainers wait in vain for a server that has failed
-        said = [line for pipe in pipes if pipe.poll() for line in pipe.recv().complaints]
-        raise AssertionError("\n".join(said)) from error
+        complaints = [line for pipe in pipes if pipe.poll() for line in pipe.recv().complaints]
+        raise AssertionError("\n".join(complaints)) from error
     finally:
-        everybody = [process for found, _ in workers for process in found]
+        everybody = [process for members, _ in workers for process in members]
         mapped = reaper.list_mapped_inodes({process.pid for process in everybody})
         for process in everybody:
             process.kill()
@@ -249,13 +249,13 @@ def _start(
     context = multiprocessing.get_context("forkserver")
     processes, pipes = [], []
     for rank in range(world):
-        mine, theirs = context.Pipe()
-        arguments = (rank, world, name, folder, orders, theirs)
+        parent_end, child_end = context.Pipe()
+        arguments = (rank, world, name, folder, orders, child_end)
         process = context.Process(target=serving_ranks.serve, args=arguments)
         with mock.patch.dict(os.environ, QUIET_ENVIRONMENT):
             process.start()
         processes.append(process)
-        pipes.append(mine)
+        pipes.append(parent_end)
     return processes, pipes
 
 
@@ -292,9 +292,9 @@ def test_one_module_is_in_memory_twice_at_any_time(complaints):
 @pytest.mark.parametrize("family", MEASURED)
 def test_memory_of_an_update_is_that_of_one_module_at_every_depth(reports, family):
     """Besides the two buckets, which are the trainer's."""
-    found = [memory for report in reports for memory in report.memory]
+    measurements = [memory for report in reports for memory in report.memory]
     shallow, deep = (
-        [memory for memory in found if memory.model == f"{family}-{num_layers}"]
+        [memory for memory in measurements if memory.model == f"{family}-{num_layers}"]
         for num_layers in MEASURED[family]
     )
     assert len(shallow) == len(deep) == 2  # versions

@@ -48,46 +48,46 @@ LAYOUTS = {
 }
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def train(path: Path, layout: Layout, batch: Batch, coef: float) -> ranks.Result:
     """Gradients of the first step by name, and the weights after two steps."""
-    engine = ranks.started_with(path, layout, {"indexer_loss_coef": coef})
-    mine = batch.take(ranks.share_of(engine, batch))
+    engine = ranks.start_engine_with(path, layout, {"indexer_loss_coef": coef})
+    share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
-    gradients = ranks.gradients(engine)
-    steps = [engine.train_batch(mine, ranks.LOSS) for _ in range(2)]
+    engine.forward_backward_batch(share, ranks.LOSS, forward_only=False)
+    gradients = ranks.read_gradients(engine)
+    steps = [engine.train_batch(share, ranks.LOSS) for _ in range(2)]
     return {
         "gradients": gradients, "steps": steps, "trained": dict(engine.get_per_tensor_param())
     }  # fmt: skip
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def replay(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -> ranks.Result:
     """A log-prob pass that records keys, and two steps with those or with the keys of the batch."""
     record = {"indexer_replay": "record", "indexer_loss_coef": COEF}
-    engine = ranks.started_with(path, layout, {**settings, **record})
-    rows = ranks.share_of(engine, batch)
-    mine = batch.take(rows)
-    box = [engine.infer_batch(mine.drop_columns(PICKED_KEYS))]
+    engine = ranks.start_engine_with(path, layout, {**settings, **record})
+    rows = ranks.list_rows(engine, batch)
+    share = batch.take(rows)
+    box = [engine.infer_batch(share.drop_columns(PICKED_KEYS))]
     group = parallel_state.get_pipeline_model_parallel_group()
     last = parallel_state.get_pipeline_model_parallel_last_rank()
     torch.distributed.broadcast_object_list(box, src=last, group=group)
     [scored] = box
     assert scored is not None
     keys = scored.jagged(PICKED_KEYS)
-    if PICKED_KEYS not in mine:
-        mine = mine.with_columns(**{PICKED_KEYS: keys})
+    if PICKED_KEYS not in share:
+        share = share.with_columns(**{PICKED_KEYS: keys})
     engine.optimizer_zero_grad()
-    engine.forward_backward_batch(mine, ranks.LOSS, forward_only=False)
-    gradients = ranks.gradients(engine)
-    step = engine.train_batch_with_scores(mine, ranks.LOSS, bounds=WIDE)
+    engine.forward_backward_batch(share, ranks.LOSS, forward_only=False)
+    gradients = ranks.read_gradients(engine)
+    step = engine.train_batch_with_scores(share, ranks.LOSS, bounds=WIDE)
     result: ranks.Result = {
         "rows": rows,
         "log_probs": [torch.from_numpy(row.copy()) for row in scored.jagged("log_probs")],
         "keys": [torch.from_numpy(row.copy()) for row in keys],
         "gradients": gradients,
-        "steps": [step.metrics, engine.train_batch(mine, ranks.LOSS)],
+        "steps": [step.metrics, engine.train_batch(share, ranks.LOSS)],
     }
     if step.scores is not None:
         log_probs = step.scores.jagged("log_probs")
@@ -95,10 +95,10 @@ def replay(path: Path, layout: Layout, batch: Batch, settings: ranks.Settings) -
     return result
 
 
-@ranks.on_ranks()
+@ranks.spawn_on_ranks()
 def train_on_wrong_keys(path: Path, layout: Layout, batch: Batch) -> list[str]:
     """Return the errors of batches without keys, with keys of another model, and with late ones."""
-    engine = ranks.started_with(path, layout, {"indexer_replay": "record"})
+    engine = ranks.start_engine_with(path, layout, {"indexer_replay": "record"})
     keys = batch.jagged(PICKED_KEYS)
     late = keys.values.copy()
     late[3, 1, 0] = 4
@@ -289,7 +289,7 @@ def test_frozen_indexers_keep_their_weights_and_trained_ones_do_not(runs):
 
 def test_a_top_k_above_every_length_is_full_attention(runs):
     reference, _, _ = tiny_models.reference_scores(runs.models["all keys"], runs.batch)
-    [result] = ranks.parity(runs.paths["all keys"], Layout(), runs.batch)
+    [result] = ranks.run_parity(runs.paths["all keys"], Layout(), runs.batch)
     expected = torch.from_numpy(reference)
     torch.testing.assert_close(result["logits"], expected, rtol=0, atol=1e-5)
     sparse, _, _ = tiny_models.reference_scores(runs.models["deepseek_v32"], runs.batch)
@@ -313,9 +313,9 @@ def test_recorded_keys_are_those_of_transformers(runs, recompute, layout):
             rows.add(row)
             for layer, picked in expected[row].items():
                 for position in range(len(keys)):
-                    own = keys[position, layer]
+                    recorded = keys[position, layer]
                     names = [key for key in picked[position].tolist() if key <= position]
-                    assert sorted(own[own >= 0].tolist()) == sorted(set(names))
+                    assert sorted(recorded[recorded >= 0].tolist()) == sorted(set(names))
     assert rows == set(range(len(batch)))
 
 
@@ -340,9 +340,9 @@ def test_other_keys_give_what_transformers_gives_with_those_keys(runs, recompute
     for key, gradient in gradients.items():
         difference = (by_rank[0]["gradients"][key] - gradient).norm()
         assert difference <= 1e-4 * gradient.norm(), key
-    [one] = runs.replay(runs.drawn, "none", "one")
+    [one_rank] = runs.replay(runs.drawn, "none", "one")
     for result in last_stages(by_rank, LAYOUTS[layout]):
-        for actual, expected in zip(result["steps"], one["steps"], strict=True):
+        for actual, expected in zip(result["steps"], one_rank["steps"], strict=True):
             assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-5)
             # Its two parts cancel in the first step.
             assert actual["loss"] == pytest.approx(expected["loss"], rel=2e-6, abs=1e-6)

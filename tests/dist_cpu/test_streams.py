@@ -52,10 +52,10 @@ def batch_of_all() -> Batch:
     )
     away[batch.jagged("response_mask").values == 0] = 7.0  # no server chose them
     rollout = (log_probs.values + away).astype(np.float32)
-    near = (log_probs.values + rng.normal(0, 0.4, len(away))).astype(np.float32)
+    reference = (log_probs.values + rng.normal(0, 0.4, len(away))).astype(np.float32)
     batch = batch.with_columns(
         rollout_log_probs=log_probs.with_values(rollout),
-        reference_log_probs=log_probs.with_values(near),
+        reference_log_probs=log_probs.with_values(reference),
     )
     return add_loss_weights(add_corrections(batch, ALGORITHM)[0], ALGORITHM)[0]
 
@@ -73,7 +73,7 @@ def reference(tmp_path_factory) -> Reference:
     losses: dict[str, list[torch.Tensor]] = {n: [] for n in ("policy", "kl", "entropy", "cross")}
     tokens: dict[str, list[torch.Tensor]] = {n: [] for n in (*losses, "ratio")}
     for index, row in enumerate(rows_of(model, batch)):
-        own, entropy = row["mask"], next(entropies)
+        mask, entropy = row["mask"], next(entropies)
         columns = (torch.from_numpy(batch.jagged(n)[index].copy()).double() for n in READ)
         rollout, frozen = columns
         new, advantage = row["new"], row["advantages"]
@@ -81,44 +81,44 @@ def reference(tmp_path_factory) -> Reference:
         policy = -torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         kl = (new - rollout).exp() * ((frozen - new).exp() - 1 - (frozen - new))
         mismatch = (row["log_probs"] - rollout).float().double()
-        if np.log(0.8) <= mismatch[own].mean() <= np.log(2.0):
+        if np.log(0.8) <= mismatch[mask].mean() <= np.log(2.0):
             within = (mismatch.exp() >= 0.5) & (mismatch.exp() <= 2.0)
             weight = torch.where(within, mismatch.exp(), 0.0)
-            losses["policy"].append((policy * weight)[own].mean())
-            tokens["ratio"].append(ratio[own & within])
+            losses["policy"].append((policy * weight)[mask].mean())
+            tokens["ratio"].append(ratio[mask & within])
         for name, value, used in (
-            ("kl", kl, own),
-            ("entropy", -entropy, own),
-            ("cross", -new, ~own),
+            ("kl", kl, mask),
+            ("entropy", -entropy, mask),
+            ("cross", -new, ~mask),
         ):
             if used.any():
                 losses[name].append(value[used].mean())
                 tokens[name].append(value[used])
-    sums = {name: torch.stack(found).mean() for name, found in losses.items()}
+    sums = {name: torch.stack(values).mean() for name, values in losses.items()}
     coefs = {"policy": 1.0, "kl": 0.2, "entropy": 0.3, "cross": 0.5}
     total = torch.stack([coefs[name] * value for name, value in sums.items()]).sum()
     total.backward()
-    means = {name: torch.cat(found).mean().item() for name, found in tokens.items() if found}
-    wanted = {f"{name}_loss": coefs[name] * value.item() for name, value in sums.items()}
-    wanted["cross_entropy_loss"] = wanted.pop("cross_loss")
-    wanted |= {"reference_kl": means["kl"], "entropy": -means["entropy"], "ratio": means["ratio"]}
-    wanted["cross_entropy"] = means["cross"]
+    means = {name: torch.cat(values).mean().item() for name, values in tokens.items() if values}
+    metrics = {f"{name}_loss": coefs[name] * value.item() for name, value in sums.items()}
+    metrics["cross_entropy_loss"] = metrics.pop("cross_loss")
+    metrics |= {"reference_kl": means["kl"], "entropy": -means["entropy"], "ratio": means["ratio"]}
+    metrics["cross_entropy"] = means["cross"]
     assert 2 < len(losses["policy"]) < len(batch)  # guards: some are rejected, and some are not
     assert 0 < len(torch.cat(tokens["ratio"])) < len(torch.cat(tokens["kl"]))
-    assert len({len(torch.cat(found)) for found in tokens.values() if found}) == 3
+    assert len({len(torch.cat(values)) for values in tokens.values() if values}) == 3
     folder = tmp_path_factory.mktemp("gradients")
-    return Reference(total.item(), wanted, gradients_of(model, folder))
+    return Reference(total.item(), metrics, gradients_of(model, folder))
 
 
 def entropies_of(model: Any, batch: Batch) -> list[torch.Tensor]:
-    found = []
+    entropies = []
     for prompt, response in zip(
         batch.jagged("prompt_ids"), batch.jagged("response_ids"), strict=True
     ):
         ids = torch.from_numpy(np.concatenate([prompt, response]))
         table = model(ids[None]).logits[0, len(prompt) - 1 : -1].double().log_softmax(-1)
-        found.append(-(table.exp() * table).sum(-1))
-    return found
+        entropies.append(-(table.exp() * table).sum(-1))
+    return entropies
 
 
 @pytest.mark.parametrize(
@@ -131,5 +131,5 @@ def test_each_loss_is_normalised_alone_and_its_metrics_are_of_its_own_tokens(
 
 
 def test_two_steps_of_all_losses_on_two_ranks_equal_one(path):
-    one = trained(path, LAYOUTS["tp1"], batch_of_all(), ALGORITHM, PACKS)[0]
-    assert_same_steps(trained(path, LAYOUTS["dp2"], batch_of_all(), ALGORITHM, ALONE), one)
+    reference = trained(path, LAYOUTS["tp1"], batch_of_all(), ALGORITHM, PACKS)[0]
+    assert_same_steps(trained(path, LAYOUTS["dp2"], batch_of_all(), ALGORITHM, ALONE), reference)

@@ -39,7 +39,7 @@ LENGTH = 7  # of sequence_sum_fixed_length
 COEFS = {"kl_weights": 0.3, "entropy_weights": 0.2, "cross_entropy_weights": 0.1}
 DISTILLATION_COEF, NUM_TEACHERS, TOP = 0.4, 2, 3
 # Losses without settings of an algorithm, of a value model and of supervised training.
-OTHERS: dict[str, LossFunction] = {
+PLAIN_LOSSES: dict[str, LossFunction] = {
     "value_clip": partial(value_clip, settings=ValueClipSettings(0.2)),
     "nll": negative_log_likelihood,
 }
@@ -66,7 +66,7 @@ def made_batch() -> Batch:
     def tokens(values: Any) -> Jagged:
         return Jagged(np.asarray(values), offsets)
 
-    def near(column: Jagged, spread: float) -> Jagged:
+    def add_noise(column: Jagged, spread: float) -> Jagged:
         return column.with_values(column.values + rng.normal(0, spread, total))
 
     def top() -> Any:
@@ -81,13 +81,13 @@ def made_batch() -> Batch:
             "prompt_ids": Jagged.pack([[1] * n for n in rng.integers(1, 7, 16)], np.int64),
             "response_ids": tokens(np.ones(total, np.int64)),
             "response_mask": chosen,
-            "log_probs": near(new, 0.3),
-            "rollout_log_probs": near(new, 0.4),
-            "reference_log_probs": near(new, 0.5),
+            "log_probs": add_noise(new, 0.3),
+            "rollout_log_probs": add_noise(new, 0.4),
+            "reference_log_probs": add_noise(new, 0.5),
             "correction_weights": tokens(rng.choice([0, 0.5, 1.5], total)),
             "advantages": tokens(rng.normal(size=total)),
-            "values": near(value, 0.3),
-            "returns": near(value, 0.5),
+            "values": add_noise(value, 0.3),
+            "returns": add_noise(value, 0.5),
             "rewards": rng.integers(0, 2, 16).astype(np.float64),
             "teacher_shares": tokens(rng.dirichlet(np.ones(NUM_TEACHERS), total)),
             "teacher_top_log_probs": tokens(top().reshape(total, NUM_TEACHERS, TOP)),
@@ -112,17 +112,17 @@ def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
         }
         for name in TOP_TOKEN_LOSSES
     }
-    found: dict[str, tuple[LossFunction, AlgorithmConfig]] = {}
+    named_cases: dict[str, tuple[LossFunction, AlgorithmConfig]] = {}
     for mode in AGGREGATIONS.names:
         lengths = {"length": LENGTH} if mode == "sequence_sum_fixed_length" else {}
         aggregation = {"loss_aggregation": mode, "loss_aggregation_settings": lengths}
         for name, keys in (policy | kl | distilled).items():
             coefs = {f"{n.removesuffix('_weights')}_coef": coef for n, coef in COEFS.items()}
             config = AlgorithmConfig(**keys, **aggregation, **coefs)
-            found[f"{name}/{mode}"] = PolicyLoss(config), config
+            named_cases[f"{name}/{mode}"] = PolicyLoss(config), config
         plain = AlgorithmConfig(**aggregation)
-        found |= {f"{name}/{mode}": (loss, plain) for name, loss in OTHERS.items()}
-    return found
+        named_cases |= {f"{name}/{mode}": (loss, plain) for name, loss in PLAIN_LOSSES.items()}
+    return named_cases
 
 
 def settings(name: str) -> dict[str, Any]:
@@ -136,16 +136,16 @@ def settings(name: str) -> dict[str, Any]:
 def input_batch(name: str, config: AlgorithmConfig) -> Batch:
     """The mini-batch as the driver sends it."""
     batch = made_batch()
-    if name.partition("/")[0] in OTHERS:
+    if name.partition("/")[0] in PLAIN_LOSSES:
         return add_loss_weights(batch.drop_columns("correction_weights"), config)[0]
     batch, _ = add_loss_weights(batch, config)
     if is_prepared(LOSSES[config.loss]):
-        now = {"current_log_probs": batch["new/log_probs"], "entropy": batch["new/entropy"]}
-        batch = add_prepared_columns(batch.with_columns(**now), config, [3])
+        current = {"current_log_probs": batch["new/log_probs"], "entropy": batch["new/entropy"]}
+        batch = add_prepared_columns(batch.with_columns(**current), config, [3])
     return batch
 
 
-def whole(name: str, loss: LossFunction, config: AlgorithmConfig) -> Sums:
+def sum_all_tokens(name: str, loss: LossFunction, config: AlgorithmConfig) -> Sums:
     """The same of all tokens in one place, with weights in float64."""
     batch = input_batch(name, config)
     jagged = {n: c for n, c in batch.columns.items() if isinstance(c, Jagged) and n != "prompt_ids"}
@@ -178,23 +178,23 @@ def defined_weights(mode: str, chosen: torch.Tensor, rows: torch.Tensor) -> torc
     """docs/algorithms.md, aggregation: of the mean over the tokens or over the sequences."""
     counts = torch.zeros(int(rows.max()) + 1, dtype=torch.float64)
     counts = counts.index_add(0, rows, chosen.double())
-    num_sequences, own = (counts > 0).sum(), counts[rows].clamp(min=1)
+    num_sequences, sequence_counts = (counts > 0).sum(), counts[rows].clamp(min=1)
     return (
         chosen
         / {
             "token_mean": counts.sum(),
-            "sequence_mean_token_mean": num_sequences * own,
+            "sequence_mean_token_mean": num_sequences * sequence_counts,
             "sequence_mean_token_sum": num_sequences,
             "sequence_sum_fixed_length": num_sequences * LENGTH,
         }[mode]
     )
 
 
-@ranks.on_ranks()
-def split(layout: Layout, shares: str, weighed_alone: bool = False) -> ranks.Result:
+@ranks.spawn_on_ranks()
+def split(layout: Layout, shares: str, is_normalized_per_rank: bool = False) -> ranks.Result:
     """Of each case what this rank adds: to the sums, and to the gradients of all tokens.
 
-    `weighed_alone` is the fault: each data-parallel rank normalises over its own tokens.
+    `is_normalized_per_rank` is the fault: each data-parallel rank normalises over its own tokens.
     """
     device.install(1)
     from megatron.core import parallel_state
@@ -202,14 +202,14 @@ def split(layout: Layout, shares: str, weighed_alone: bool = False) -> ranks.Res
     initialize_groups(layout, "gloo", seed=0)
     parts = SHARES[shares][parallel_state.get_data_parallel_rank()]
     rows = sorted(row for part in parts for row in part)
-    found = {}
+    results = {}
     for name, (loss, config) in cases().items():
-        mine = input_batch(name, config).take(rows)
-        if weighed_alone and rows:
-            own = add_loss_weights(mine, config)[0].jagged(LOSS_WEIGHTS)
-            mine = mine.with_columns(loss_weights=own.with_values(own.values / layout.dp))
-        found[name] = _added(mine, [[rows.index(row) for row in part] for part in parts], loss)
-    return found
+        share = input_batch(name, config).take(rows)
+        if is_normalized_per_rank and rows:
+            weights = add_loss_weights(share, config)[0].jagged(LOSS_WEIGHTS)
+            share = share.with_columns(loss_weights=weights.with_values(weights.values / layout.dp))
+        results[name] = _added(share, [[rows.index(row) for row in part] for part in parts], loss)
+    return results
 
 
 def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
@@ -221,7 +221,7 @@ def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
 
     cpu = torch.device("cpu")
     micros = pack_samples(batch, parts, read_pack_split(), cpu)
-    counts, found = count_tokens(micros, cpu, get_data_group()), {}
+    counts, sums = count_tokens(micros, cpu, get_data_group()), {}
     for micro in micros:
         scores = {n: micro.columns[f"new/{n}"].clone().requires_grad_() for n in SCORES}
         head = partial(_given, scores)
@@ -229,34 +229,34 @@ def _added(batch: Batch, parts: Parts, loss: LossFunction) -> Sums:
         total.backward()
         for name, value in result.items():
             if name == "loss" or name.endswith("_loss"):
-                found[name] = found.get(name, 0) + value
+                sums[name] = sums.get(name, 0) + value
         for name, score in scores.items():
             if score.grad is not None:
                 zeros = score.new_zeros((NUM_TOKENS, *score.shape[1:]))
-                gradient = found.setdefault(name, zeros)
+                gradient = sums.setdefault(name, zeros)
                 gradient[micro.columns["place"]] = score.grad / counts.total
-    return found
+    return sums
 
 
 def _given(scores: Sums, *_: object) -> Sums:
     return scores
 
 
-def assert_whole(by_rank: list[ranks.Result]) -> None:
+def assert_sums_of_all_tokens(by_rank: list[ranks.Result]) -> None:
     """All cases, each sum and the gradient of each score within 1e-6."""
     for name, (loss, config) in cases().items():
-        wanted = whole(name, loss, config)
-        assert any(value.norm() for value in wanted.values())
-        for key, value in wanted.items():
-            found = sum(result[name].get(key, 0) for result in by_rank)
-            assert (found - value).norm() <= 1e-6 * value.norm(), f"{key} of {name}"
+        expected = sum_all_tokens(name, loss, config)
+        assert any(value.norm() for value in expected.values())
+        for key, value in expected.items():
+            actual = sum(result[name].get(key, 0) for result in by_rank)
+            assert (actual - value).norm() <= 1e-6 * value.norm(), f"{key} of {name}"
 
 
 @pytest.mark.parametrize("shares", SHARES)
 def test_each_loss_and_its_gradient_are_the_sum_over_ranks(shares):
-    assert_whole(split(LAYOUT, shares))
+    assert_sums_of_all_tokens(split(LAYOUT, shares))
 
 
-def test_weights_from_the_tokens_of_a_rank_alone_are_told_from_those_of_all():
+def test_weights_from_the_tokens_of_a_rank_alone_are_refused():
     with pytest.raises(AssertionError, match="loss of"):
-        assert_whole(split(LAYOUT, "uneven", weighed_alone=True))
+        assert_sums_of_all_tokens(split(LAYOUT, "uneven", is_normalized_per_rank=True))

@@ -83,8 +83,8 @@ def test_ranks_of_one_machine_meet_behind_a_token_on_loopback(launched):
 def test_a_rank_that_is_stuck_is_named_with_its_host_and_the_call_and_shows_its_stack(launched):
     done, host = launched("work", 8), socket.gethostname()
     assert done.returncode != 0
-    told = f"RuntimeError: worker.work: rank 1 on {host} has not ended its part; the limit is "
-    assert told in done.stderr, done.stderr
+    message = f"RuntimeError: worker.work: rank 1 on {host} has not ended its part; the limit is "
+    assert message in done.stderr, done.stderr
     title = f"rank 1 on {host}: worker.work takes longer than "
     stack = done.stderr.partition(title)[2]
     assert re.search(r'ranks\.py", line \d+ in loops_for_ever', stack), done.stderr

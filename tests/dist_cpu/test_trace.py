@@ -50,31 +50,33 @@ def spec(path: Path, layout: Layout) -> EngineSpec:
 def traces(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """By "family/layout" what the engine gave, by family what transformers gave."""
     jobs: dict[int, dict[str, Any]] = {2: {}, 4: {}}
-    found: dict[str, Any] = {}
+    traces: dict[str, Any] = {}
     for name, layouts in CASES.items():
         config = tiny_families.cases()[name].config
         if name != "gpt_oss":  # what transformers has in norms of latents, whatever the config
             config.rms_norm_eps = 1e-6
         model = tiny_models.build_from(config)
         path = tiny_families.save(model, tmp_path_factory.mktemp("models") / name)
-        found[name] = engines.trace_with_hf(str(path), "float32", SEQUENCES)
+        traces[name] = engines.trace_with_hf(str(path), "float32", SEQUENCES)
         for key in layouts:
-            case = ranks.job(engines.trace_with_megatron, spec(path, LAYOUTS[key]), "", SEQUENCES)
+            case = ranks.make_job(
+                engines.trace_with_megatron, spec(path, LAYOUTS[key]), "", SEQUENCES
+            )
             jobs[LAYOUTS[key].world_size][f"{name}/{key}"] = case
     for world, cases in jobs.items():
-        found |= {n: engines.merge_traces(by) for n, by in ranks.spawn(world, cases).items()}
-    return found
+        traces |= {n: engines.merge_traces(by) for n, by in ranks.spawn(world, cases).items()}
+    return traces
 
 
 @pytest.mark.parametrize("case", [f"{name}/{key}" for name, keys in CASES.items() for key in keys])
 def test_every_module_gives_what_transformers_gives(traces, case):
     reference: Traces = traces[case.partition("/")[0]]
-    for mine, theirs, ids in zip(traces[case], reference, SEQUENCES, strict=True):
-        assert set(mine) == set(theirs)
-        assert set(mine) <= set(list_module_names(3))
-        assert all(len(value) == len(ids) for value in mine.values())
-        found = compare_traces(mine, theirs, num_layers=3)
-        assert max(found.values()) < THRESHOLDS["float32"] / 10, found
+    for actual, expected, ids in zip(traces[case], reference, SEQUENCES, strict=True):
+        assert set(actual) == set(expected)
+        assert set(actual) <= set(list_module_names(3))
+        assert all(len(value) == len(ids) for value in actual.values())
+        gaps = compare_traces(actual, expected, num_layers=3)
+        assert max(gaps.values()) < THRESHOLDS["float32"] / 10, gaps
 
 
 def test_a_trace_has_every_module_of_a_layer(traces):

@@ -398,10 +398,10 @@ class _HybridPredictor(torch.nn.Module):
             "mtp.pre_fc_norm_embedding.": "enorm.", "mtp.pre_fc_norm_hidden.": "hnorm.",
         }  # fmt: skip
         state = {
-            theirs + name.removeprefix(ours): tensor
-            for ours, theirs in names.items()
+            target + name.removeprefix(prefix): tensor
+            for prefix, target in names.items()
             for name, tensor in tensors.items()
-            if name.startswith(ours)
+            if name.startswith(prefix)
         }
         experts = "mtp_block.mlp.experts."
         single = {name: state.pop(name) for name in list(state) if name.startswith(experts)}

@@ -29,8 +29,8 @@ from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.data.prepared_task import PreparedTask
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import environ, lives, shared_memory
-from tests.slurm_cluster import SlurmCluster, slurm_cluster
-from tests.small_disk import on_small_disk
+from tests.slurm_cluster import SlurmCluster, start_slurm_cluster
+from tests.small_disk import build_small_disk_command
 
 if TYPE_CHECKING:
     from tests.e2e.served import Served
@@ -76,7 +76,7 @@ class Job:
         environment = {"TMPDIR": str(self.temp), "TORCHINDUCTOR_CACHE_DIR": COMPILED}
         if disk:
             self.output.mkdir()
-            command = on_small_disk(self.output, disk, command)
+            command = build_small_disk_command(self.output, disk, command)
         with contextlib.ExitStack() as files:
             streams = {n: files.enter_context(f.open("wb")) for n, f in self._streams.items()}
             self.process = JobProcess(
@@ -112,7 +112,7 @@ class Job:
 
     def left(self) -> list[str]:
         """Return what the job has left: processes, shared memory, unfinished or temporary files."""
-        with_marker = {p for p in psutil.process_iter() if _marker(p) in self._markers - {""}}
+        with_marker = {p for p in psutil.process_iter() if _read_marker(p) in self._markers - {""}}
         leftovers = [f"process {p}" for p in set(self.processes) | with_marker if lives(p)]
         leftovers += [str(file) for file in set(self.shared_memory) if file.exists()]
         leftovers += [str(file) for file in self.temp.iterdir()]
@@ -144,7 +144,7 @@ class Job:
             while not self._done.wait(1):
                 children = root.children(recursive=True)
                 self.processes.update(children)
-                self._markers.update(map(_marker, children))
+                self._markers.update(map(_read_marker, children))
                 present = os.listdir("/dev/shm")
                 if any(looks[name] < 3 for name in present):
                     self.shared_memory.update(*map(shared_memory, children))
@@ -157,7 +157,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def _marker(process: psutil.Process) -> str:
+def _read_marker(process: psutil.Process) -> str:
     return environ(process).get(MARKER, "")
 
 
@@ -200,7 +200,7 @@ def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
 
 
 @pytest.fixture(scope="session")
-def own_model_and_data(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def user_task_settings(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Make the task of the recipe once; return settings as for a user's own model and data.
 
     Without most of its rows, which each job would read and check. No test may change the files.
@@ -263,7 +263,7 @@ def cluster() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def shared_slurm() -> Iterator[SlurmCluster]:
     """Start a SLURM of two nodes."""
-    with slurm_cluster() as cluster:
+    with start_slurm_cluster() as cluster:
         yield cluster
 
 

@@ -104,10 +104,10 @@ async def both_ways(server: VLLMServer, trainer: Trainer) -> dict[str, Any]:
     return results
 
 
-def assert_equal(completions: list[Completion], wanted: list[Completion]) -> None:
+def assert_equal(completions: list[Completion], expected: list[Completion]) -> None:
     """Token for token. Log-probs to rounding: on equal weights vLLM's MLA gives two last bits."""
-    assert [c.token_ids for c in completions] == [c.token_ids for c in wanted]
-    for completion, other in zip(completions, wanted, strict=True):
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    for completion, other in zip(completions, expected, strict=True):
         assert completion.log_probs == pytest.approx(other.log_probs, abs=2e-6)
 
 

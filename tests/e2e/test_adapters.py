@@ -198,11 +198,11 @@ def test_the_highest_rank_of_the_servers_is_vllms():
 @pytest.mark.job
 @pytest.mark.parametrize("backend", all_but(("megatron",), ("megatron", "fsdp")))
 def test_a_run_with_adapters_on_its_servers_has_the_trainers_log_probs(
-    start_job, own_model_and_data, tmp_path, backend
+    start_job, user_task_settings, tmp_path, backend
 ):
     layout = ("actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.dp=2")
     job = start_job(
-        *own_model_and_data, *layout, f"actor.backend={backend}",
+        *user_task_settings, *layout, f"actor.backend={backend}",
         "actor.lora.rank=8", "rollout.lora=adapter",
         *(("actor.lora.targets=[linear_qkv,linear_proj]",) if backend == "megatron" else ()),
         "warm_start.moe_aux_loss_coef=0", "warm_start.num_steps=4",

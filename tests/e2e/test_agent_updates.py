@@ -160,8 +160,8 @@ def test_log_probs_of_each_turn_are_those_of_transformers_with_its_weights(episo
         turn_ids = sample.response_ids[span.start : span.end]
         served = sample.rollout_log_probs[span.start : span.end]
         for model, into in ((turn % 2, gaps), (1 - turn % 2, of_others)):
-            wanted = shared_server.models[model].log_probs(before, turn_ids)
-            into.append(max(abs(a - b) for a, b in zip(served, wanted, strict=True)))
+            expected = shared_server.models[model].log_probs(before, turn_ids)
+            into.append(max(abs(a - b) for a, b in zip(served, expected, strict=True)))
     assert max(gaps) < 1e-4
     assert min(of_others) > 0.01  # guards: the weights of another turn are told apart
     context = [

@@ -32,14 +32,14 @@ TWO_STAGES = ("actor.layout.tp=1", "actor.layout.ep=1", "actor.layout.pp=2",
     ids=["replay", "two stages with adapters", "without replay"],
 )
 def test_turns_of_an_environment_are_trained_and_what_it_says_is_not(
-    settings, max_gap, start_job, own_model_and_data
+    settings, max_gap, start_job, user_task_settings
 ):
     # Two steps, hence with the servers' weights of two versions; trainer and servers agree.
     #
     # With the experts that the servers have used in each of the turns. Turns in equal states are
     # compared: all begin in that of their prompt.
     job = start_job(
-        *own_model_and_data,
+        *user_task_settings,
         *settings,
         "warm_start.num_steps=0",
         "warm_start.train_file=''",

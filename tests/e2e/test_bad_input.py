@@ -22,7 +22,7 @@ from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.output import lock_run_dir
-from tests.small_disk import on_small_disk
+from tests.small_disk import build_small_disk_command
 
 DEFAULTS = {
     "model.path": "model",
@@ -370,7 +370,9 @@ def test_a_disk_without_room_for_the_weights_is_refused(place: Place):
     settings = DEFAULTS | WARM_START | {"output_dir": "disk/out", "trainer.prompts_per_step": "4"}
     settings |= {"warm_start.batch_size": "4"}
     job = [command, "rl", *(f"{key}={value}" for key, value in settings.items())]
-    done = subprocess.run(on_small_disk(disk, "10m", job), capture_output=True, text=True)
+    done = subprocess.run(
+        build_small_disk_command(disk, "10m", job), capture_output=True, text=True
+    )
     needed = 2 * compute_weight_bytes(RLConfig(model=ModelConfig(path="model", dtype="float32")))
     assert needed > 10 << 20
     assert done.returncode == 2, done.stderr

@@ -24,7 +24,7 @@ from transformers import AutoTokenizer
 from mcore_rl.examples.tasks import last_digit
 from tests.e2e.processes import session
 from tests.nightly import nightly
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 MCORE_RL = str(Path(sys.executable).with_name("mcore-rl"))
 TEXT = "né €5!"  # of nine different bytes
@@ -85,7 +85,7 @@ def piped(model: Path, text: str, *options: str) -> subprocess.CompletedProcess[
     return subprocess.run(line, input=text, capture_output=True, text=True, timeout=300)
 
 
-[ON_THE_PAGE] = of_kind("chat")
+[ON_THE_PAGE] = select_commands("chat")
 
 
 def test_the_command_of_the_page_answers_lines_of_a_pipe_by_the_last_checkpoint(models, tmp_path):

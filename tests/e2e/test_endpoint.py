@@ -19,13 +19,13 @@ STEPS, PROMPTS, GROUP_SIZE = 2, 4, 4
 
 
 def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
-    start_job, own_model_and_data, tmp_path, monkeypatch
+    start_job, user_task_settings, tmp_path, monkeypatch
 ):
     # Two steps, hence with weights of two versions. The trainer's log-probs of the tokens with
     # mask 1 are the servers'.
     monkeypatch.setenv(RECORDS, str(tmp_path))
     job = start_job(
-        *own_model_and_data,
+        *user_task_settings,
         *ONE_RANK,
         "warm_start.num_steps=0",
         "warm_start.train_file=''",
@@ -45,7 +45,7 @@ def test_an_agent_of_openai_is_trained_on_the_tokens_that_it_was_sent(
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["turns"] == 2 and row["actor/grad_norm"] > 0 for row in rows)
     # What was trained is what the agent got: prompt, both answers, and what is between them.
-    model = next(s for s in own_model_and_data if s.startswith("model.path=")).split("=")[1]
+    model = next(s for s in user_task_settings if s.startswith("model.path=")).split("=")[1]
     tokenizer = load_tokenizer(model)
     sent: Counter[tuple[object, ...]] = Counter()
     for file in tmp_path.glob("*.json"):

@@ -14,7 +14,7 @@ from tests.e2e.test_kill import TRAINING, is_training
 
 
 @pytest.mark.nightly
-def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_and_data):
+def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, user_task_settings):
     # Of two ranks, the one that does not write among them.
     settings = (
         *TRAINING,
@@ -23,7 +23,7 @@ def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_an
         "trainer.num_steps=2",
         "actor.optimizer.warmup_steps=0",
     )
-    job = start_job(*own_model_and_data, *settings, disk="24m")
+    job = start_job(*user_task_settings, *settings, disk="24m")
     inside = Path(f"/proc/{job.process.pid}/root{job.output}")
     job.wait_until(lambda: is_training(job, inside), "the first step")
     with (inside / "filler").open("wb") as filler, pytest.raises(OSError, match="No space left"):
@@ -39,7 +39,7 @@ def test_a_disk_that_is_full_in_the_end_costs_no_weights(start_job, own_model_an
     assert Path(place).is_relative_to(job.temp)
     assert Path(place).parent.stat().st_mode & 0o777 == 0o700
     tensors = load_file(Path(place) / "model.safetensors")
-    model = next(s for s in own_model_and_data if s.startswith("model.path")).partition("=")[2]
+    model = next(s for s in user_task_settings if s.startswith("model.path")).partition("=")[2]
     start = load_file(Path(model) / "model.safetensors")
     assert {n: t.shape for n, t in tensors.items()} == {n: t.shape for n, t in start.items()}
     assert all(tensor.isfinite().all() for tensor in tensors.values())
@@ -107,12 +107,12 @@ def test_on_a_joined_cluster_ranks_print_into_the_folder_of_the_run_where_there_
 
 
 def test_a_cluster_without_the_resource_is_refused_at_once_and_leaves_no_folder(
-    cluster, own_model_and_data, tmp_path
+    cluster, user_task_settings, tmp_path
 ):
     done = subprocess.run(
         [
             Path(sys.executable).with_name("mcore-rl"), "rl", "recipe=quickstart",
-            *own_model_and_data, *TRAINING, f"output_dir={tmp_path / 'runs' / 'out'}",
+            *user_task_settings, *TRAINING, f"output_dir={tmp_path / 'runs' / 'out'}",
         ],
         env=os.environ | {"RAY_ADDRESS": cluster},
         capture_output=True,

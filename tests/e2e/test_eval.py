@@ -19,7 +19,7 @@ import transformers
 from mcore_rl.cli.main import main
 from tests.e2e.conftest import Job
 from tests.e2e.voted import answer
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 ROOT = Path(__file__).parents[2]
 VOTED = f"{ROOT}/tests/e2e/voted.py"
@@ -27,8 +27,8 @@ PROMPTS, N = 12, 4
 
 
 @pytest.fixture(scope="module")
-def model_and_sets(own_model_and_data) -> list[str]:
-    given = dict(setting.split("=", 1) for setting in own_model_and_data)
+def model_and_sets(user_task_settings) -> list[str]:
+    given = dict(setting.split("=", 1) for setting in user_task_settings)
     return [
         f"model.path={given['model.path']}",
         f"data.sets.held_out={given['data.test_file']}",
@@ -181,9 +181,9 @@ def test_a_dry_run_shows_sets_and_servers_and_leaves_nothing(dry_run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", of_kind("evaluation"), ids=str)
-def test_a_command_of_a_page_passes_its_checks(command, own_model_and_data, tmp_path, monkeypatch):
-    given = dict(setting.split("=", 1) for setting in own_model_and_data)
+@pytest.mark.parametrize("command", select_commands("evaluation"), ids=str)
+def test_a_command_of_a_page_passes_its_checks(command, user_task_settings, tmp_path, monkeypatch):
+    given = dict(setting.split("=", 1) for setting in user_task_settings)
     run = tmp_path / "outputs" / "quickstart"
     shutil.copytree(given["model.path"], run / "checkpoint")
     file = run / "checkpoint" / "config.json"

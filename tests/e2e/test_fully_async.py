@@ -43,11 +43,11 @@ def groups_of(output: Path) -> list[int]:
     [("own", FEW, (REPLAY,)), nightly(("shared", MORE, ())), nightly(("shared", MORE, (REPLAY,)))],
 )
 def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
-    start_job, own_model_and_data, rollout, groups, replay
+    start_job, user_task_settings, rollout, groups, replay
 ):
     # On devices of their own, and on the trainer's by turns; with an evaluation meanwhile.
     overrides = *SETTINGS, *ASYNC, *replay, groups, f"placement.rollout={rollout}"
-    output = ended(start_job(*own_model_and_data, *overrides))
+    output = ended(start_job(*user_task_settings, *overrides))
     rows = trained(output)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     ages = [row["samples/age"] for row in rows]
@@ -62,9 +62,9 @@ def test_tokens_of_several_versions_are_trained_on_and_none_is_too_old(
 
 @pytest.mark.nightly  # tests/unit/trainers/test_fully_async.py has a run that goes on
 def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
-    overrides = *own_model_and_data, *SETTINGS, *ASYNC, FEW
+    overrides = *user_task_settings, *SETTINGS, *ASYNC, FEW
     output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides)
     assert [row["step"] for row in trained(output)] == list(range(1, NUM_STEPS + 1))
     assert sorted(groups_of(output)) == list(range(8 * NUM_STEPS))
@@ -73,11 +73,11 @@ def test_a_run_that_is_killed_and_goes_on_trains_on_each_prompt_once(
 
 @pytest.mark.nightly  # test_router_replay.py has the samples of a resumed run, in its process
 def test_a_killed_run_of_staleness_0_that_replays_routing_is_the_undisturbed_one(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
     # Each token is of the version that is trained, so that a resumed run has the same tokens, with
     # the same experts.
-    overrides = *own_model_and_data, *SETTINGS, *ASYNC, "trainer.staleness=0", REPLAY
+    overrides = *user_task_settings, *SETTINGS, *ASYNC, "trainer.staleness=0", REPLAY
     expected = ended(start_job(*overrides))
     output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides)
     assert_the_same_run(output, expected, NUM_STEPS)

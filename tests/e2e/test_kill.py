@@ -93,12 +93,12 @@ def assert_logs(job) -> None:
     assert (logs / "ray" / "raylet.out").stat().st_size > 0
 
 
-def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, own_model_and_data):
+def test_a_killed_job_that_trains_leaves_nothing_but_its_logs(start_job, user_task_settings):
     # With servers on devices of their own and a reference model, until a second step.
     #
     # Loss, advantage and reward are files and modules of the folder that it is started in. The
     # reward `math` has processes of its own.
-    job = start_job(*own_model_and_data, *DISAGGREGATED, *OWN_FUNCTIONS)
+    job = start_job(*user_task_settings, *DISAGGREGATED, *OWN_FUNCTIONS)
     job.wait_until(lambda: len(steps(job)) >= 2, "the second step")
     assert len(job.processes) > 8
     interrupt_an_export(job)
@@ -133,9 +133,9 @@ RAYS = {
 @pytest.mark.nightly  # tests/unit/controller/test_process_cleanup.py has a driver without ranks
 @pytest.mark.parametrize("name", RAYS)
 def test_a_process_of_rays_that_is_killed_ends_the_job_with_one_true_line(
-    start_job, own_model_and_data, name
+    start_job, user_task_settings, name
 ):
-    job = start_job(*own_model_and_data, *TRAINING)
+    job = start_job(*user_task_settings, *TRAINING)
     job.wait_until(lambda: is_training(job), "the first step")
     [victim] = [p for p in set(job.processes) if lives(p) and p.name().startswith(name)]
     killed = time.monotonic()
@@ -156,9 +156,9 @@ def test_a_process_of_rays_that_is_killed_ends_the_job_with_one_true_line(
 
 @pytest.mark.nightly  # tests/unit/jobs/test_output.py has how it is noticed
 def test_a_job_whose_folder_is_deleted_ends_with_a_line_and_its_weights(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
-    job = start_job(*own_model_and_data, *TRAINING)
+    job = start_job(*user_task_settings, *TRAINING)
     job.wait_until(lambda: is_training(job), "the first step")
     shutil.rmtree(job.output, ignore_errors=True)
     assert job.process.wait(100) == 1
@@ -170,9 +170,9 @@ def test_a_job_whose_folder_is_deleted_ends_with_a_line_and_its_weights(
 
 @pytest.mark.nightly
 def test_of_two_jobs_that_train_the_killed_one_leaves_nothing_and_then_the_interrupted_one(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
-    killed, interrupted = (start_job(*own_model_and_data, *TRAINING) for _ in range(2))
+    killed, interrupted = (start_job(*user_task_settings, *TRAINING) for _ in range(2))
     for job in (killed, interrupted):
         job.wait_until(lambda job=job: is_training(job), "the first step")
         assert len(job.processes) >= 8  # five of Ray and its node, three ranks
@@ -205,9 +205,9 @@ def test_a_job_that_is_ended_while_it_makes_its_task_leaves_no_half_of_it(start_
 
 
 def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
-    job = start_job(*own_model_and_data, *WARM_START)
+    job = start_job(*user_task_settings, *WARM_START)
     job.wait_until(lambda: is_warm_starting(job), "the first step")
     rank = job.rank(0)
     rank.kill()
@@ -224,9 +224,9 @@ def test_a_rank_that_dies_ends_the_job_with_one_line_and_a_file_of_traces(
 
 @pytest.mark.nightly  # test_waits.py has ranks that are stopped, the test above how a job ends
 def test_a_rank_that_is_stopped_ends_the_job_within_the_limit_with_its_stack(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
-    job = start_job(*own_model_and_data, *WARM_START, "timeouts.call_s=25")
+    job = start_job(*user_task_settings, *WARM_START, "timeouts.call_s=25")
     job.wait_until(lambda: is_warm_starting(job), "the first step")
     rank = job.rank(1)
     rank.suspend()

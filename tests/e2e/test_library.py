@@ -27,13 +27,13 @@ if __name__ == "__main__":
 
 
 def test_a_script_gets_the_metrics_of_a_run_whose_trainer_imitates_accepted_responses(
-    tmp_path, own_model_and_data
+    tmp_path, user_task_settings
 ):
     # examples/rft.py: as many responses count as got the whole reward, once a group.
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     overrides = [
-        *own_model_and_data, *ONE_RANK, "reward.name=tests/e2e/own_functions.py:fingerprint",
+        *user_task_settings, *ONE_RANK, "reward.name=tests/e2e/own_functions.py:fingerprint",
         f"trainer.mode={ROOT}/examples/rft.py:RejectionSampling", "algorithm.num_mini_batches=1",
         "warm_start.num_steps=2", "trainer.num_steps=2", "trainer.prompts_per_step=8",
         "trainer.eval_samples=8", "actor.optimizer.warmup_steps=0", f"output_dir={tmp_path}/run",

@@ -54,13 +54,13 @@ def model_of(settings: list[str]) -> Path:
 
 @pytest.mark.nightly  # tests/unit/agents has the loop, and the client with a server that dies
 def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
     # The policy changes, hence what the two say differs from step to step; the other does not.
-    model = model_of(own_model_and_data)
+    model = model_of(user_task_settings)
     before = sums(model)
     job = start_job(
-        *own_model_and_data, *CONVERSATION, f"models.user.path={model}", "trainer.num_steps=2"
+        *user_task_settings, *CONVERSATION, f"models.user.path={model}", "trainer.num_steps=2"
     )
     assert job.process.wait(300) == 0, job.stderr
     rows = [row for row in rows_of(job.output) if "reward" in row]
@@ -80,12 +80,12 @@ def test_a_policy_learns_from_talks_with_a_frozen_model_that_stays_as_it_is(
 
 @pytest.mark.nightly  # tests/e2e/test_adapters.py has the log-probs of each policy
 def test_a_policy_talks_with_an_earlier_adapter_on_its_own_server_also_after_a_restart(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
     # The other side is the adapter that a first run has exported, with another rank.
     talk = [s for s in CONVERSATION if "kv_cache_bytes" not in s and "max_context" not in s]
     lora = "rollout.lora=adapter", "actor.lora.targets=[linear_qkv,linear_proj]"
-    settings = (*own_model_and_data, *talk, *lora, "actor.optimizer.lr=1e-2")
+    settings = (*user_task_settings, *talk, *lora, "actor.optimizer.lr=1e-2")
     first = start_job(
         *settings, "actor.lora.rank=6", "agent.loop=single_turn", "agent.settings={}",
         "models={}", "trainer.num_steps=2",
@@ -116,13 +116,13 @@ def test_a_policy_talks_with_an_earlier_adapter_on_its_own_server_also_after_a_r
 @pytest.mark.nightly  # tests/unit/agents/test_models.py has what the model is asked
 @pytest.mark.parametrize("is_adapter", [False, True])
 def test_a_frozen_model_judges_the_responses_of_a_run(
-    start_job, own_model_and_data, tmp_path, is_adapter
+    start_job, user_task_settings, tmp_path, is_adapter
 ):
     # One that says anything: its verdicts are read by a function, which finds a score in each.
     # Its conversations may be longer than those of the policy.
     settings = ["models.judge.max_context=512"]
     if is_adapter:
-        model = AutoModelForCausalLM.from_pretrained(model_of(own_model_and_data))
+        model = AutoModelForCausalLM.from_pretrained(model_of(user_task_settings))
         weight = model.model.layers[0].self_attn.o_proj.weight
         a, b = torch.randn(2, weight.shape[1]), 0.01 * torch.randn(weight.shape[0], 2)
         factors = Factors("model.layers.0.self_attn.o_proj.weight", a, b)
@@ -134,7 +134,7 @@ def test_a_frozen_model_judges_the_responses_of_a_run(
     else:
         settings += ["models.judge.kv_cache_bytes=33554432"]
     job = start_job(
-        *own_model_and_data,
+        *user_task_settings,
         *ONE_RANK,
         "warm_start.num_steps=0",
         "warm_start.train_file=''",
@@ -163,11 +163,11 @@ def test_a_frozen_model_judges_the_responses_of_a_run(
 @pytest.mark.nightly
 @pytest.mark.parametrize("part", ["the actor", "the engine"])
 def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_it(
-    start_job, own_model_and_data, part
+    start_job, user_task_settings, part
 ):
     # Of a model without a path, which is what the actor begins with.
     overrides = (
-        *own_model_and_data,
+        *user_task_settings,
         *CONVERSATION,
         "models.user.num_servers=1",
         "trainer.num_steps=1000",
@@ -184,10 +184,10 @@ def test_a_frozen_models_server_that_dies_ends_the_run_with_one_line_that_names_
 @pytest.mark.nightly  # tests/unit/agents/test_remote_deaths.py has the client
 @pytest.mark.parametrize("part", ["the actor", "the engine"])
 def test_one_of_two_servers_of_a_frozen_model_dies_and_the_run_goes_on(
-    start_job, own_model_and_data, part
+    start_job, user_task_settings, part
 ):
     overrides = (
-        *own_model_and_data,
+        *user_task_settings,
         *CONVERSATION,
         "models.user.num_servers=2",
         "trainer.num_steps=6",

@@ -70,11 +70,11 @@ def _writes(process: psutil.Process, log: str) -> bool:
 
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 def test_a_node_that_dies_loses_no_sample_and_another_takes_its_place(
-    nodes, start_job, own_model_and_data, mode
+    nodes, start_job, user_task_settings, mode
 ):
     settings = ASYNCHRONOUS if mode == "fully_async" else ()
     job = start_job(
-        *own_model_and_data, *SETTINGS, *settings, "trainer.num_steps=10000",
+        *user_task_settings, *SETTINGS, *settings, "trainer.num_steps=10000",
         "weight_sync.timeout_s=30",
     )  # fmt: skip
     job.wait_until(lambda: len(steps(job)) > 1, "it trains")
@@ -92,12 +92,12 @@ def test_a_node_that_dies_loses_no_sample_and_another_takes_its_place(
 
 
 def test_a_node_that_has_just_died_with_samples_is_missed_before_a_step_trains_on_them(
-    nodes, start_job, own_model_and_data, tmp_path
+    nodes, start_job, user_task_settings, tmp_path
 ):
     # One server still generates for a second when the other's node dies; Ray needs five.
     paused = tmp_path / "paused"
     job = start_job(
-        *own_model_and_data, *SETTINGS, "trainer.num_steps=3",
+        *user_task_settings, *SETTINGS, "trainer.num_steps=3",
         "reward.name=tests/e2e/own_functions.py:later_pausing_reward", "reward.settings.after=40",
         f"reward.settings.file={paused}", "reward.settings.log=rollout-0-0.log",
         "reward.settings.seconds=5",

@@ -34,22 +34,22 @@ def finished(start_job, *settings: str) -> list[dict[str, float]]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(start_job, own_model_and_data) -> Path:
+def undisturbed(start_job, user_task_settings) -> Path:
     """Run with two mini-batches a step, so that the second is off the policy in any mode."""
-    overrides = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
+    overrides = (*user_task_settings, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
     return ended(start_job(*overrides, "trainer.mode=one_step_off"))
 
 
 @pytest.fixture(scope="module")
-def sync(start_job, own_model_and_data) -> list[dict[str, float]]:
-    return finished(start_job, *own_model_and_data, *WITHOUT_FILTER)
+def sync(start_job, user_task_settings) -> list[dict[str, float]]:
+    return finished(start_job, *user_task_settings, *WITHOUT_FILTER)
 
 
 @pytest.mark.nightly  # tests/unit/trainers has it of both modes
 @pytest.mark.parametrize("mode", ["one_step_off", "fully_async"])
-def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, own_model_and_data, sync, mode):
+def test_staleness_0_is_the_synchronous_run_to_the_digit(start_job, user_task_settings, sync, mode):
     # Samples, rewards, losses, gradients, gaps.
-    overrides = (*own_model_and_data, *WITHOUT_FILTER, "trainer.staleness=0")
+    overrides = (*user_task_settings, *WITHOUT_FILTER, "trainer.staleness=0")
     metrics = finished(start_job, *overrides, f"trainer.mode={mode}")
     assert [{n: v for n, v in row.items() if not n.startswith("queue/")} for row in metrics] == sync
     assert len({row["reward/fingerprint"] for row in sync}) == 3
@@ -70,10 +70,10 @@ def test_no_token_is_more_than_one_version_old(undisturbed):
 
 @pytest.mark.nightly  # tests/e2e/test_resume.py has a run that is synchronous, each change
 def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
-    start_job, own_model_and_data, undisturbed, tmp_path
+    start_job, user_task_settings, undisturbed, tmp_path
 ):
     # It trains on the samples that were ahead, and draws the prompts that would have come next.
-    overrides = (*own_model_and_data, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
+    overrides = (*user_task_settings, *SETTINGS, *ROUNDS, f"trainer.num_steps={NUM_STEPS}")
     overrides += ("trainer.mode=one_step_off",)
     output = kill_and_resume(start_job, tmp_path / "run", NUM_STEPS, *overrides)
     assert_the_same_run(output, undisturbed, NUM_STEPS)
@@ -81,11 +81,11 @@ def test_a_run_that_is_killed_and_goes_on_is_the_undisturbed_one(
 
 @pytest.mark.nightly  # test_router_replay.py restores the columns, in its process
 def test_a_killed_run_that_replays_routing_goes_on_in_other_pipeline_ranks(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
     # The samples ahead bring the experts of the servers, by layer.
     overrides = (
-        *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off",
+        *user_task_settings, *SETTINGS, "trainer.mode=one_step_off",
         f"trainer.num_steps={NUM_STEPS}", "algorithm.filter.group_filter=''",
         "actor.moe.router_replay=rollout",
         # Else the rounding of gradients near 0 decides the sign of Adam's step.
@@ -109,12 +109,12 @@ def test_a_killed_run_that_replays_routing_goes_on_in_other_pipeline_ranks(
     [("servers", ""), ("actor", r"actor\.\w+: rank 0 \(host .* died")],
 )
 def test_of_what_dies_while_samples_are_generated_ahead_servers_come_back_and_others_end_the_job(
-    start_job, own_model_and_data, tmp_path, victim, message
+    start_job, user_task_settings, tmp_path, victim, message
 ):
     # The samples of the second step, while the first is trained on.
     paused, function = tmp_path / "paused", "tests/e2e/own_functions.py:later_pausing_reward"
     job = start_job(
-        *own_model_and_data, *SETTINGS, "trainer.mode=one_step_off", "trainer.num_steps=3",
+        *user_task_settings, *SETTINGS, "trainer.mode=one_step_off", "trainer.num_steps=3",
         "evaluation.before=false", "algorithm.filter.group_filter=''", f"reward.name={function}",
         f"reward.settings.file={paused}", "reward.settings.after=64",
         "reward.settings.log=rollout-0.log",

@@ -24,9 +24,9 @@ SETTINGS = (
 
 
 def test_servers_verify_the_weights_of_a_users_engine_and_its_run_is_resumed(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
-    settings = (*own_model_and_data, *SETTINGS)
+    settings = (*user_task_settings, *SETTINGS)
     stopped = start_job(*settings, "trainer.num_steps=1000")
     stopped.wait_until(lambda: is_training(stopped), "the first step")
     stopped.process.send_signal(signal.SIGUSR1)

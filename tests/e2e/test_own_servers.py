@@ -42,9 +42,9 @@ ONE_RANK = "actor.layout.tp=1", "actor.layout.ep=1"
     ],
 )
 def test_log_probs_of_a_backend_of_ones_own_are_the_trainers(
-    start_job, own_model_and_data, settings
+    start_job, user_task_settings, settings
 ):
-    output = ended(start_job(*own_model_and_data, *SETTINGS, *settings))
+    output = ended(start_job(*user_task_settings, *SETTINGS, *settings))
     rows = [row for row in rows_of(output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
@@ -53,14 +53,14 @@ def test_log_probs_of_a_backend_of_ones_own_are_the_trainers(
 
 
 @pytest.mark.parametrize("mode", ["sync", pytest.param("fully_async", marks=pytest.mark.nightly)])
-def test_log_probs_of_a_running_sglang_are_the_trainers(start_job, own_model_and_data, mode):
+def test_log_probs_of_a_running_sglang_are_the_trainers(start_job, user_task_settings, mode):
     settings = [setting for setting in (*SETTINGS, *ONE_RANK) if setting != BACKEND]
-    model = next(setting for setting in own_model_and_data if setting.startswith("model.path="))
+    model = next(setting for setting in user_task_settings if setting.startswith("model.path="))
     words = "--model-path", model.partition("=")[2], "--enable-deterministic-inference"
     with sglang_server.serve(*words) as (url, fake):
         sglang = "rollout.backend=sglang", f"rollout.sglang.url={url}"
         sync = "weight_sync.method=full_export", "placement.rollout=own", f"trainer.mode={mode}"
-        output = ended(start_job(*own_model_and_data, *settings, *sglang, *sync))
+        output = ended(start_job(*user_task_settings, *settings, *sglang, *sync))
     rows = [row for row in rows_of(output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
     gaps = [row["max_logprob_gap"] for row in rows if "max_logprob_gap" in row]
@@ -70,11 +70,11 @@ def test_log_probs_of_a_running_sglang_are_the_trainers(start_job, own_model_and
 
 
 @pytest.mark.nightly  # test_own_family.py has such a run
-def test_servers_of_vllm_take_weights_over_a_transport_of_ones_own(start_job, own_model_and_data):
+def test_servers_of_vllm_take_weights_over_a_transport_of_ones_own(start_job, user_task_settings):
     settings = [setting for setting in SETTINGS if setting != BACKEND]
     transport = "weight_sync.transport=examples/file_transport.py:FileTransport"
     disaggregated = "weight_sync.method=disaggregated", "weight_sync.verify=full", transport
-    output = ended(start_job(*own_model_and_data, *settings, *disaggregated))
+    output = ended(start_job(*user_task_settings, *settings, *disaggregated))
     rows = [row for row in rows_of(output) if "reward" in row]
     assert [row["step"] for row in rows] == [1, 2]
     assert max(row["max_logprob_gap"] for row in rows) < 1e-5

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_resume import ONE_RANK
 from tests.nightly import nightly
-from tests.pages import ROOT, Command, of_kind
+from tests.pages import ROOT, Command, select_commands
 from tests.unit.repo.test_docs import write_recipes
 
 BIN = Path(sys.executable).parent
@@ -35,14 +35,14 @@ def job_of(command: Command) -> tuple[str, ...]:
     return tuple(word for word in settings if not word.startswith("output_dir="))
 
 
-JOBS = {job_of(command): command for command in of_kind("training")}  # each once
+JOBS = {job_of(command): command for command in select_commands("training")}  # each once
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("settings", JOBS, ids=" ".join)
-def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypatch):
+def test_a_job_of_a_page_trains(settings, user_task_settings, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    given = {name: value for name, _, value in (s.partition("=") for s in own_model_and_data)}
+    given = {name: value for name, _, value in (s.partition("=") for s in user_task_settings)}
     Path("here").mkdir()
     Path("here", "examples").symlink_to(ROOT / "examples")
     write_recipes((ROOT / JOBS[settings].page).read_text(), tmp_path)
@@ -69,7 +69,7 @@ def test_a_job_of_a_page_trains(settings, own_model_and_data, tmp_path, monkeypa
 # test_kill.py has a job with losses and advantages in files of the user.
 @pytest.mark.parametrize("with_job", [False, nightly(True)])
 def test_an_algorithm_in_a_file_of_the_user_runs_as_its_page_says(
-    own_model_and_data, tmp_path, with_job
+    user_task_settings, tmp_path, with_job
 ):
     # Its commands in their order; the job is cut short, without a warm start, on one rank.
     text = (ROOT / "docs/new_algorithm.md").read_text()
@@ -77,10 +77,10 @@ def test_an_algorithm_in_a_file_of_the_user_runs_as_its_page_says(
     folder = tmp_path / "here"
     code = (folder / "ranked.py").read_text().splitlines()[1:]
     assert len([line for line in code if line.strip()]) < 30
-    given = dict(setting.split("=", 1) for setting in own_model_and_data)
+    given = dict(setting.split("=", 1) for setting in user_task_settings)
     (folder / "last_digit").symlink_to(Path(given["model.path"]).parent)
     short = (*SHORT, *ONE_RANK, "warm_start.num_steps=0", "warm_start.train_file=''")
-    for command in of_kind("new algorithm"):
+    for command in select_commands("new algorithm"):
         words = shlex.split(command.text)
         is_job = words[1] == "rl" and "--dry-run" not in words
         if is_job and not with_job:
@@ -109,10 +109,10 @@ def _longer(model: str) -> Path:
 
 
 @pytest.fixture(scope="module")
-def models(own_model_and_data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def models(user_task_settings, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a model and a checkpoint of it, as the commands of parity name them."""
     folder = tmp_path_factory.mktemp("models")
-    given = next(s for s in own_model_and_data if s.startswith("model.path=")).partition("=")[2]
+    given = next(s for s in user_task_settings if s.startswith("model.path=")).partition("=")[2]
     model = shutil.copytree(given, folder / "model")  # for its tokenizer
     config = AutoConfig.from_pretrained(model, num_hidden_layers=4)  # two stages of two
     torch.manual_seed(0)
@@ -127,7 +127,7 @@ def models(own_model_and_data, tmp_path_factory: pytest.TempPathFactory) -> Path
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("command", of_kind("parity"), ids=str)
+@pytest.mark.parametrize("command", select_commands("parity"), ids=str)
 def test_a_command_of_parity_passes(command, models):
     words = shlex.split(command.text)
     done = subprocess.run([BIN / words[0], *words[1:]], cwd=models, capture_output=True, text=True)

@@ -42,14 +42,14 @@ MAX_SHARED_BYTES = 4_500_000_000
 
 
 @pytest.fixture(scope="module")
-def get_output(start_job, own_model_and_data, tmp_path_factory) -> Callable[[str], Path]:
+def get_output(start_job, user_task_settings, tmp_path_factory) -> Callable[[str], Path]:
     """get_output(place) is the output of a run whose roles have that placement."""
 
     @functools.cache
     def run(place: str) -> Path:
         pause = f"algorithm.loss_settings.file={tmp_path_factory.mktemp('pause') / place}"
         job = start_job(
-            *own_model_and_data, *SETTINGS, pause, f"rollout.load_format={LOADING[place]}",
+            *user_task_settings, *SETTINGS, pause, f"rollout.load_format={LOADING[place]}",
             *(f"placement.{role}={place}" for role in ROLES),
         )  # fmt: skip
         assert job.process.wait(900) == 0, job.stderr
@@ -76,8 +76,8 @@ def test_roles_that_take_turns_are_all_trained_in_less_memory_than_at_once(get_o
 @pytest.mark.nightly  # test_resume.py has a run with servers of their own to the digit
 def test_samples_and_losses_are_the_same_to_the_digit_and_memory_is_not(get_output):
     outputs = {place: get_output(place) for place in LOADING}
-    shared, own = map(timeless, outputs.values())
-    assert shared == own
+    shared, separate = map(timeless, outputs.values())
+    assert shared == separate
     summaries = {place: read_summary(output) for place, output in outputs.items()}
     for name in ("evaluation", "max_logprob_gap"):
         assert summaries["shared"][name] == summaries["own"][name]
@@ -115,11 +115,11 @@ PAUSES = {
     ],
 )
 def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leaves_nothing(
-    start_job, own_model_and_data, tmp_path, while_it, victim, message
+    start_job, user_task_settings, tmp_path, while_it, victim, message
 ):
     paused, (function, setting) = tmp_path / "paused", PAUSES[while_it]
     job = start_job(
-        *own_model_and_data, "warm_start.num_steps=0", "warm_start.train_file=''",
+        *user_task_settings, "warm_start.num_steps=0", "warm_start.train_file=''",
         "trainer.num_steps=2", "trainer.eval_samples=4", "trainer.prompts_per_step=4",
         "actor.layout.tp=1", "actor.layout.ep=1", "actor.optimizer.warmup_steps=0",
         "algorithm.num_mini_batches=1", "weight_sync.bucket_bytes=2097152",

@@ -203,9 +203,9 @@ def test_it_judges_responses(ask, models):
     name = models[0].path
     text = {"prompt": "w20 w21 w22 w23", "max_tokens": 8, "temperature": 0.0}
     [choice] = ask("/v1/completions", model=name, **text)["choices"]
-    wanted = float(re.findall(r"w(\d+)", choice["text"])[-1])
+    expected = float(re.findall(r"w(\d+)", choice["text"])[-1])
     sample = run_judge(ask, model=name)
-    assert sample.reward == pytest.approx(wanted / 1000), sample.reward_error
+    assert sample.reward == pytest.approx(expected / 1000), sample.reward_error
     sample = run_judge(ask, model=name, votes=3, temperature=1.0)
     assert (sample.reward_error, sample.reward_parts) == ("", {"parsed": 1.0})
     error = run_judge(ask, model="another").reward_error

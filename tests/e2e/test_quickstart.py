@@ -17,7 +17,7 @@ from tests import attacks
 from tests.e2e.outcomes import count_trace_events
 from tests.e2e.processes import listeners
 from tests.nightly import nightly
-from tests.terminal import seen_on_terminal
+from tests.terminal import read_terminal
 
 WARM_STEPS, RL_STEPS, TESTS = 200, 4, 256
 EACH = ["run", nightly("shuffled")]
@@ -25,7 +25,7 @@ EACH = ["run", nightly("shuffled")]
 
 def ended_under_siege(job):
     """Return the job when it has ended well, with strangers at all that listened."""
-    with attacks.siege(lambda: listeners(set(job.processes))) as job.listeners:
+    with attacks.besiege_listeners(lambda: listeners(set(job.processes))) as job.listeners:
         status = job.process.wait()
     assert status == 0, job.stderr
     return job
@@ -247,7 +247,7 @@ def test_a_person_at_a_terminal_sees_samples_one_bar_and_what_to_do_next(run, tm
         f"output_dir={output}",
     ]  # fmt: skip
     command = [sys.executable, "-m", "mcore_rl.cli.main", "rl", "recipe=quickstart", *settings]
-    status, lines = seen_on_terminal(command, columns)
+    status, lines = read_terminal(command, columns)
     assert status == 0, lines
     samples = [line for line in lines if re.match(r"step \d+: sample, reward ", line)]
     assert len(samples) == 5 and max(map(len, lines)) <= columns

@@ -46,11 +46,11 @@ def settings(num_steps: int, save_every: int) -> tuple[str, ...]:
 
 
 @pytest.fixture(scope="module")
-def mixture(own_model_and_data) -> list[str]:
+def mixture(user_task_settings) -> list[str]:
     """Add a second source, outside of the package, that a run draws several times."""
-    [train] = [s for s in own_model_and_data if s.startswith("data.train_file=")]
+    [train] = [s for s in user_task_settings if s.startswith("data.train_file=")]
     files = f"[{train.partition('=')[2]},tests/e2e/own_functions.py:problems]"
-    other_settings = [s for s in own_model_and_data if s != train]
+    other_settings = [s for s in user_task_settings if s != train]
     return [*other_settings, f"data.train_files={files}", "data.train_weights=[2,1]"]
 
 
@@ -108,11 +108,11 @@ def _trained(row: dict[str, float]) -> dict[str, float]:
     return {n: value for n, value in row.items() if not n.startswith(("eval/", "queue/"))}
 
 
-def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
+def assert_the_same_run(output: Path, expected: Path, num_steps: int) -> None:
     """Compare samples, metrics, weights and picture; all but clocks."""
 
     rows, expected_rows = (
-        [_trained(row) for row in timeless(folder)] for folder in (output, wanted)
+        [_trained(row) for row in timeless(folder)] for folder in (output, expected)
     )
     assert rows == expected_rows
     trained = [row for row in timeless(output) if "reward" in row]
@@ -120,11 +120,11 @@ def assert_the_same_run(output: Path, wanted: Path, num_steps: int) -> None:
     assert len({row["reward/fingerprint"] for row in trained}) == num_steps
     assert all(row["actor/grad_norm"] > 0 for row in trained)
     for file in ("checkpoint/model.safetensors", "reward_curve.png"):
-        assert (output / file).read_bytes() == (wanted / file).read_bytes(), file
+        assert (output / file).read_bytes() == (expected / file).read_bytes(), file
     assert list(list_tables(output)) == list(range(1, num_steps + 1))
     for step, table in list_tables(output).items():
-        assert pq.read_table(table).equals(pq.read_table(get_table_path(wanted, step))), table
-    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (output, wanted)]
+        assert pq.read_table(table).equals(pq.read_table(get_table_path(expected, step))), table
+    summaries = [json.loads((folder / "summary.json").read_text()) for folder in (output, expected)]
     for name in ("evaluation", "max_logprob_gap"):
         assert summaries[0][name] == summaries[1][name], name
     events = EventAccumulator(str(output / "tensorboard")).Reload()
@@ -257,13 +257,13 @@ def test_a_run_whose_server_is_killed_in_mid_generation_is_the_undisturbed_one(
 
 @pytest.mark.nightly
 def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
     # With a reference model. It is asked for 6 steps, then for 12, of which the last three and the
     # end are in another folder; and the last step once more, in another layout.
     num_steps, moments, places = 12, random.Random(0), [tmp_path / name for name in "abc"]
     overrides = (
-        *own_model_and_data, *SETTINGS, *ONE_RANK, "actor.optimizer.schedule=constant",
+        *user_task_settings, *SETTINGS, *ONE_RANK, "actor.optimizer.schedule=constant",
         "algorithm.kl_coef=0.05", "trainer.save_every=1", "checkpoint.keep=2",
     )  # fmt: skip
 
@@ -301,10 +301,10 @@ def test_a_run_that_is_killed_at_each_step_in_turn_trains_every_sample_once(
 
 @pytest.mark.nightly
 def test_a_disk_without_room_costs_checkpoints_and_an_interrupted_run_saves_when_there_is_some(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
     """Ctrl-C goes to all processes in the foreground."""
-    job = start_job(*own_model_and_data, *settings(1000, 1), "checkpoint.keep=1", disk="160m")
+    job = start_job(*user_task_settings, *settings(1000, 1), "checkpoint.keep=1", disk="160m")
     inside = Path(f"/proc/{job.process.pid}/root{job.output}")
     checkpoints = inside / "checkpoints"
     job.wait_until(lambda: checkpoints.exists() and list_steps(checkpoints) != [], "a checkpoint")

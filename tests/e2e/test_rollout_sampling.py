@@ -33,8 +33,8 @@ def test_top_k_samples_from_the_likeliest_tokens_and_their_log_probs_are_of_thes
             top = moe[0].reference(ids).logits[0, len(PROMPT) - 1 : -1].topk(2)
         is_taken = top.indices == torch.tensor(completion.token_ids)[:, None]
         assert is_taken.any(-1).all()
-        wanted = top.values.log_softmax(-1)[is_taken].tolist()
-        assert completion.log_probs == pytest.approx(wanted, abs=1e-4)
+        expected = top.values.log_softmax(-1)[is_taken].tolist()
+        assert completion.log_probs == pytest.approx(expected, abs=1e-4)
         are_second += is_taken[:, 1].tolist()
     assert {*are_second} == {False, True}
 

@@ -182,7 +182,7 @@ def _configure_bfloat16(family: str) -> Any:
 
 
 @pytest.mark.parametrize("family", all_but(("qwen3", "qwen3_next"), ("qwen3", *HYBRID)))
-def test_a_model_in_bfloat16_is_as_near_to_float32_as_transformers_in_bfloat16(family, tmp_path):
+def test_a_model_in_bfloat16_is_as_close_to_float32_as_transformers_in_bfloat16(family, tmp_path):
     """Scores of a prompt and of generated tokens, before and after an update."""
     models = [tiny_models.build_from(_configure_bfloat16(family), n) for n in (0, 1)]
     for number, model in enumerate(models):

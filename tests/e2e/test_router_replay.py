@@ -168,9 +168,9 @@ def test_the_trainer_uses_the_experts_of_the_rollout(run):
     for rank, layers in enumerate(by_rank):
         recorded = run.batch.jagged(NAMES[rank]).values
         for place, layer in enumerate(STAGES[rank]):
-            wanted = np.zeros_like(layers[layer])
-            np.put_along_axis(wanted, recorded[:, place].astype(np.int64), True, axis=1)
-            same = (layers[layer] == wanted).all(axis=1)
+            expected = np.zeros_like(layers[layer])
+            np.put_along_axis(expected, recorded[:, place].astype(np.int64), True, axis=1)
+            same = (layers[layer] == expected).all(axis=1)
             assert np.delete(same, ends - 1).all()
 
 

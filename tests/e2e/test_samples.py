@@ -23,12 +23,12 @@ POLICIES = (
 
 @pytest.mark.nightly
 def test_rounds_fill_a_step_and_a_run_that_goes_on_is_the_undisturbed_one(
-    start_job, own_model_and_data, tmp_path
+    start_job, user_task_settings, tmp_path
 ):
     # Its replay buffer and its curriculum are in the checkpoint.
 
     def run(place: str, num_steps: int, resume: str = "never"):
-        overrides = (*own_model_and_data, *settings(num_steps, 2), *ONE_RANK, *LORA, *POLICIES)
+        overrides = (*user_task_settings, *settings(num_steps, 2), *ONE_RANK, *LORA, *POLICIES)
         overrides += ("actor.optimizer.schedule=constant", f"resume={resume}")
         return ended(start_job(*overrides, output=tmp_path / place))
 

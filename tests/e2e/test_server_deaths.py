@@ -34,7 +34,7 @@ def samples_of(output: Path, step: int) -> list[tuple[int, ...]]:
 
 
 @pytest.fixture(scope="module")
-def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]:
+def job_settings(user_task_settings, tmp_path_factory) -> tuple[list[str], Path]:
     """Return settings of three steps; when the file appears, server 1 generates for seconds."""
     paused = tmp_path_factory.mktemp("pause") / "paused"
     overrides = (
@@ -42,7 +42,7 @@ def job_settings(own_model_and_data, tmp_path_factory) -> tuple[list[str], Path]
         "reward.settings.log=rollout-1-0.log",
         "reward.name=tests/e2e/own_functions.py:later_pausing_reward",
     )  # fmt: skip
-    return [*own_model_and_data, *SETTINGS, *overrides], paused
+    return [*user_task_settings, *SETTINGS, *overrides], paused
 
 
 @pytest.fixture(scope="module")
@@ -96,12 +96,12 @@ def test_all_servers_killed_where_the_actor_has_their_weights_get_these_again(
 @pytest.mark.nightly
 @pytest.mark.parametrize(("server", "place"), [(0, 0), (1, 1)], ids=["actor", "engine"])
 def test_a_server_killed_in_a_transfer_does_not_end_the_run(
-    start_job, own_model_and_data, tmp_path, server, place
+    start_job, user_task_settings, tmp_path, server, place
 ):
     # The weights go to the other one, with a connection of those that are left.
     paused = tmp_path / "paused"
     job = start_job(
-        *own_model_and_data, *SETTINGS, "trainer.num_steps=3", "weight_sync.timeout_s=30",
+        *user_task_settings, *SETTINGS, "trainer.num_steps=3", "weight_sync.timeout_s=30",
         "algorithm.loss=tests/e2e/own_functions.py:loss_before_a_pausing_transfer",
         "algorithm.loss_settings={}", f"algorithm.loss_settings.file={paused}",
     )  # fmt: skip
@@ -117,10 +117,10 @@ def test_a_server_killed_in_a_transfer_does_not_end_the_run(
 @pytest.mark.parametrize("mode", ["sync", "fully_async"])
 @pytest.mark.parametrize("place", [0, 1], ids=["actor", "engine"])
 def test_a_server_that_is_stopped_is_started_again_as_one_that_was_killed(
-    start_job, own_model_and_data, mode, place
+    start_job, user_task_settings, mode, place
 ):
     job = start_job(
-        *own_model_and_data, *SETTINGS, f"trainer.mode={mode}", "trainer.num_steps=10000",
+        *user_task_settings, *SETTINGS, f"trainer.mode={mode}", "trainer.num_steps=10000",
         "weight_sync.timeout_s=30", "timeouts.call_s=30",
     )  # fmt: skip
     job.wait_until(lambda: len(steps(job)) >= 2, "two steps")
@@ -143,10 +143,10 @@ PLACED = {
 
 @pytest.mark.nightly  # test_server_pool.py has servers that leave and join while groups run
 @pytest.mark.parametrize("placed", PLACED)
-def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, own_model_and_data, placed):
-    job = start_job(*own_model_and_data, *SETTINGS, *PLACED[placed], "trainer.num_steps=10000")
+def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, user_task_settings, placed):
+    job = start_job(*user_task_settings, *SETTINGS, *PLACED[placed], "trainer.num_steps=10000")
 
-    def wanted(change: str, message: str) -> None:
+    def change_servers(change: str, message: str) -> None:
         command = [sys.executable, "-m", "mcore_rl.cli.main", "servers", str(job.output)]
         subprocess.run([*command, change, "1"], check=True, timeout=60)
         job.wait_until(lambda: message in job.stdout, message)
@@ -156,10 +156,10 @@ def test_a_server_leaves_and_joins_a_run_that_goes_on(start_job, own_model_and_d
         job.wait_until(lambda: len(steps(job)) >= last, f"step {last}")
 
     two_more_steps()
-    wanted("--remove", "rollout-1 has left, as is wanted")
+    change_servers("--remove", "rollout-1 has left, as is wanted")
     job.wait_until(lambda: not processes_of(job, 1), "server 1 is gone")
     two_more_steps()
-    wanted("--add", "rollout-1 is started, as is wanted")
+    change_servers("--add", "rollout-1 is started, as is wanted")
     job.wait_until(lambda: processes_of(job, 1), "server 1")
     two_more_steps()
     job.process.send_signal(signal.SIGINT)
@@ -227,45 +227,45 @@ def assert_each_group_is_trained_once_and_in_time(tables, staleness: int) -> Non
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["disaggregated", "full_export"])
 def test_twenty_kills_at_any_moment_lose_no_sample_and_serve_no_old_weights(
-    start_job, own_model_and_data, method
+    start_job, user_task_settings, method
 ):
     sync = f"weight_sync.method={method}", "weight_sync.timeout_s=30"
-    job = start_job(*own_model_and_data, *SETTINGS, "trainer.num_steps=10000", *sync)
+    job = start_job(*user_task_settings, *SETTINGS, "trainer.num_steps=10000", *sync)
     assert_each_step_has_its_own(killed(job, 20))
 
 
 @pytest.mark.nightly
 def test_kills_of_one_of_two_servers_beside_a_trainer_lose_no_sample_and_serve_no_old_weights(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
     # Each after two steps or more: a server that is started again has other weights.
     mode = "trainer.mode=one_step_off", "weight_sync.timeout_s=30"
-    job = start_job(*own_model_and_data, *SETTINGS, "trainer.num_steps=10000", *mode)
+    job = start_job(*user_task_settings, *SETTINGS, "trainer.num_steps=10000", *mode)
     assert_each_step_has_its_own(killed(job, 3), age=1)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("method", ["colocated", "full_export"])
 def test_kills_of_servers_on_shared_devices_lose_no_sample_and_serve_no_old_weights(
-    start_job, own_model_and_data, method
+    start_job, user_task_settings, method
 ):
     # Those that join start while the actor is off the devices.
     shared = (
         "placement.rollout=shared", "actor.layout.dp=2", f"weight_sync.method={method}",
         "weight_sync.timeout_s=30",
     )  # fmt: skip
-    job = start_job(*own_model_and_data, *SETTINGS, *shared, "trainer.num_steps=10000")
+    job = start_job(*user_task_settings, *SETTINGS, *shared, "trainer.num_steps=10000")
     assert_each_step_has_its_own(killed(job, 2))
 
 
 @pytest.mark.nightly
 def test_kills_of_servers_that_generate_all_the_time_lose_no_group_and_leave_no_old_token(
-    start_job, own_model_and_data
+    start_job, user_task_settings
 ):
     # Pushes come in the middle of responses; what a dead server had begun keeps its bound.
     staleness = 2
     job = start_job(
-        *own_model_and_data, *SETTINGS, "trainer.mode=fully_async", "trainer.num_steps=10000",
+        *user_task_settings, *SETTINGS, "trainer.mode=fully_async", "trainer.num_steps=10000",
         f"trainer.staleness={staleness}", "trainer.asynchronous.max_groups=6",
         "weight_sync.timeout_s=30",
     )  # fmt: skip

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, of_kind
+from tests.pages import ROOT, select_commands
 
 pytestmark = [pytest.mark.job, pytest.mark.nightly]
 SHORT = ["warm_start.num_steps=60", "trainer.eval_samples=16"]  # responses keep to the format
@@ -27,7 +27,7 @@ def run_command(text: str, folder: Path, *arguments: str) -> str:
 
 
 def test_commands_of_the_page_predict_the_order_of_events_and_the_time_of_a_step(tmp_path: Path):
-    calibrate, simulate, benchmark = (command.text for command in of_kind("calibration"))
+    calibrate, simulate, benchmark = (command.text for command in select_commands("calibration"))
     run_command(calibrate, tmp_path, *SHORT)
     simulated = json.loads(run_command(simulate, tmp_path, "trainer.num_steps=2", "--json"))
     assert 0.1 < simulated["sync"]["step_s"] < 600

@@ -18,7 +18,7 @@ from tests.e2e.conftest import ROOT, Job
 from tests.e2e.outcomes import timeless
 from tests.e2e.processes import lives
 from tests.planted import FAULTS, plant
-from tests.slurm_cluster import SlurmCluster, slurm_cluster
+from tests.slurm_cluster import SlurmCluster, start_slurm_cluster
 
 SETTINGS = (
     "warm_start.num_steps=6", "warm_start.batch_size=16", "warm_start.optimizer.warmup_steps=1",
@@ -163,7 +163,7 @@ def test_a_run_with_a_signal_saves_is_queued_again_and_ends_the_same(slurm, undi
 
 @pytest.mark.nightly
 def test_a_run_that_loses_a_node_goes_on_when_that_is_back_and_ends_the_same(undisturbed, tmp_path):
-    with slurm_cluster() as slurm:
+    with start_slurm_cluster() as slurm:
         before = temporary(slurm)
         job = Submitted(slurm, tmp_path)
         job.wait_for_step(2)
@@ -188,7 +188,7 @@ def test_a_run_outlives_a_node_that_has_a_server_only(kill, tmp_path):
         f"reward.settings.file={paused}", "reward.settings.log=rollout-0-0.log",
         "reward.settings.seconds=90", "reward.timeout_s=200",
     )  # fmt: skip
-    with slurm_cluster() as slurm:
+    with start_slurm_cluster() as slurm:
         before = temporary(slurm)
         python = make_python(tmp_path, "n2", "hold", 'set -- "$@" --ranks=1')
         variables = {"MCORE_RL_PYTHON": python, "MCORE_RL_RANKS_PER_NODE": "3"}
@@ -269,8 +269,8 @@ def test_a_node_on_which_ray_has_failed_is_left_out_the_next_time(slurm, tmp_pat
     assert "next time without n1" in job.log
     assert "attempt 2 on n2" in job.log
     assert "mcore-rl rl: trainer.num_steps=0" in job.log
-    wanted = {"Restarts": "1", "ExitCode": "2:0", "ExcNodeList": "n1", "BatchHost": "n2"}
-    assert {name: status[name] for name in wanted} == wanted
+    expected = {"Restarts": "1", "ExitCode": "2:0", "ExcNodeList": "n1", "BatchHost": "n2"}
+    assert {name: status[name] for name in expected} == expected
 
 
 def test_a_node_that_is_not_fit_ends_the_job_before_ray_and_tells_what_to_do(slurm, tmp_path):

@@ -7,10 +7,10 @@ import json
 import pytest
 
 from tests.e2e.outcomes import rows_of
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 pytestmark = pytest.mark.job
-RECIPES = [command.text.partition("recipe=")[2] for command in of_kind("toy agents")]
+RECIPES = [command.text.partition("recipe=")[2] for command in select_commands("toy agents")]
 # Of the reward of 128 rows or more, whose error is 0.05; docs/agents.md has what was measured.
 LEAST_GAIN = {"toy_calculator": 0.2, "toy_countdown": 0.08, "toy_code": 0.2}
 LIMIT_S = 900.0

@@ -24,12 +24,13 @@ from mcore_rl.examples.tasks.last_digit import answer, question, split_problems,
 from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, read_expert_load
 from tests.dist_cpu import moe_reference
 from tests.e2e.outcomes import count_trace_events, rows_of, timeless
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 ROOT = Path(__file__).parents[2]
 # By the name of the command, as its words on the page: what is trained comes from the fixtures.
 ON_THE_PAGE = {
-    re.search(r"mcore-rl (\w+)", shown.text)[1]: shown.text.split() for shown in of_kind("examples")
+    re.search(r"mcore-rl (\w+)", shown.text)[1]: shown.text.split()
+    for shown in select_commands("examples")
 }
 PROGRAMS = {name: str(Path(sys.executable).with_name(name)) for name in ("mcore-rl", "torchrun")}
 DPO_STEPS = 8

@@ -30,7 +30,7 @@ from mcore_rl.rewards.registry import RewardError
 from tests.e2e.outcomes import rows_of
 from tests.e2e.test_resume import ONE_RANK
 from tests.e2e.verifiers_environment import FOLDERS, interpreter
-from tests.pages import ROOT, commands
+from tests.pages import ROOT, list_commands
 from tests.unit.agents.served import Policy
 from tests.unit.agents.test_loops import TOKENIZER, text_of
 from tests.unit.agents.test_verifiers import played_through_a_kill
@@ -71,7 +71,7 @@ def test_the_commands_of_the_page_make_rows(settings, tmp_path):
     environment = Path(settings["interpreter"]).parents[1]
     (tmp_path / ".venv-verifiers").symlink_to(environment)
     page = ROOT / "docs/agents.md"
-    printed = [c.text for c in commands(page) if c.text.startswith("mcore-rl data verifiers")]
+    printed = [c.text for c in list_commands(page) if c.text.startswith("mcore-rl data verifiers")]
     for text in printed:
         _, *arguments = shlex.split(text)
         command = [sys.executable, "-m", "mcore_rl.cli.main", *arguments]

@@ -235,19 +235,25 @@ class Runs:
         elif case == "checkpoint":
             family, layout, checkpoint = "qwen3", TP2, str(self._folder / "checkpoint")
             good = spec(self.reference(family).path, layout)
-            ranks.spawn(2, {"save": ranks.job(parity_jobs.save_weights, good, Path(checkpoint))})
+            ranks.spawn(
+                2, {"save": ranks.make_job(parity_jobs.save_weights, good, Path(checkpoint))}
+            )
             path = saved(family, self._folder, seed=1)
         else:
             [fault] = [fault for fault in FAULTS if fault.plant.__name__ == case]
             family, layout = fault.family, fault.layout
             path = faulty(fault, self.reference(family).path, self._folder)
-        wanted = self.reference(family)
+        expected = self.reference(family)
         arguments = (spec(path, layout), checkpoint)
-        score = ranks.job(*planted, engines.score_with_megatron, *arguments, wanted.sequences)
-        trace = ranks.job(*planted, engines.trace_with_megatron, *arguments, wanted.sequences[-1:])
+        score = ranks.make_job(
+            *planted, engines.score_with_megatron, *arguments, expected.sequences
+        )
+        trace = ranks.make_job(
+            *planted, engines.trace_with_megatron, *arguments, expected.sequences[-1:]
+        )
         results = ranks.spawn(2, {"score": score, "trace": trace})
         [traced] = engines.merge_traces(results["trace"])
-        return Run(engines.merge_scores(results["score"]), traced, wanted)
+        return Run(engines.merge_scores(results["score"]), traced, expected)
 
 
 @pytest.fixture(scope="module")

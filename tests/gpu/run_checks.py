@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HERE = Path(__file__).parent
+FOLDER = Path(__file__).parent
 KILL_S = 5.0  # between SIGTERM and SIGKILL
 IMAGE_PACKAGES = ("PIL", "pyarrow", "torchvision")
 TAIL = 3000  # characters of the output of a check that failed
@@ -47,7 +47,7 @@ class Check:
 
 
 def script(name: str, case: str = "") -> tuple[str, ...]:
-    return (str(HERE / f"check_{name}.py"), *(("--case", case) if case else ()))
+    return (str(FOLDER / f"check_{name}.py"), *(("--case", case) if case else ()))
 
 
 def tests(name: str) -> tuple[str, ...]:

@@ -29,9 +29,9 @@ def test_outputs_and_gradients_equal_plain_attention(lengths, shape, dtype, tole
     moved = [x.detach().to(DEVICE, dtype).requires_grad_() for x in inputs]
     starts = packed(lengths)
     starts.cu_seqlens_q = starts.cu_seqlens_q.to(DEVICE)
-    found = module(*moved, packed_seq_params=starts)
-    found.sin().sum().backward()
-    assert found.device == DEVICE and found.dtype is dtype
+    actual = module(*moved, packed_seq_params=starts)
+    actual.sin().sum().backward()
+    assert actual.device == DEVICE and actual.dtype is dtype
     gradients = [(m.grad, x.grad) for m, x in zip(moved, inputs, strict=True)]
-    for mine, plain in [(found, expected), *gradients]:
-        torch.testing.assert_close(mine.cpu().double(), plain, rtol=tolerance, atol=tolerance)
+    for tensor, plain in [(actual, expected), *gradients]:
+        torch.testing.assert_close(tensor.cpu().double(), plain, rtol=tolerance, atol=tolerance)

@@ -42,12 +42,12 @@ def random_bits(items: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 def views_of(memory: torch.Tensor, offset: int, gap: int) -> Views:
     """Of every shape, one behind the other."""
-    found = []
+    views = []
     for rows, columns in SHAPES:
         stride = columns + gap
-        found.append(memory.as_strided((rows, columns), (stride, 1), offset))
+        views.append(memory.as_strided((rows, columns), (stride, 1), offset))
         offset += rows * stride
-    return found
+    return views
 
 
 def test_it_was_built_with_cuda() -> None:
@@ -73,13 +73,13 @@ def test_source_and_target_need_not_be_aligned_alike(
 ) -> None:
     source, target = (random_bits(100_000, dtype, 3) for dtype in dtypes)
     for start in range(17):
-        found = []
+        results = []
         for device in ("cpu", "cuda"):
             read, written = source.to(device), target.to(device, copy=True)
             box = read.as_strided((77, 1024 + start), (1100, 1), start)
             copy_boxes([(box, written.as_strided(box.shape, (1103 + start, 1), 2 * start + 1))])
-            found.append(bits(written))
-        assert torch.equal(*found)
+            results.append(bits(written))
+        assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("dtypes", KINDS, ids=str)
@@ -93,18 +93,18 @@ def test_heads_and_tails_of_misaligned_rows_arrive(
     source, target = (random_bits(17 * 3 * 4 * 8192, dtype, 4) for dtype in dtypes)
     on_gpu = source.cuda(), target.cuda()
     for read, written in ((source, target), on_gpu):
-        boxes, at = [], 0
+        boxes, offset = [], 0
         for past, columns in itertools.product(range(16), widths[: 5 if apart == 0 else 3]):
             stride = -(-columns // 16) * 16
             views = [
-                memory.as_strided((2, columns), (step, 1), at + start)
+                memory.as_strided((2, columns), (step, 1), offset + start)
                 for memory, step, start in (
                     (read, stride, past),
                     (written, stride + more_stride, past + apart),
                 )
             ]
             boxes.append((views[0], views[1]))
-            at += 2 * (stride + 16) + 64
+            offset += 2 * (stride + 16) + 64
         copy_boxes(boxes)
     assert torch.equal(bits(on_gpu[1]), bits(target))
 
@@ -149,9 +149,9 @@ def test_it_runs_in_the_current_stream() -> None:
         torch.cuda._sleep(100_000_000)
         source.fill_(3.0)
         copy.run()
-        found = target.clone()
+        copied = target.clone()
     stream.synchronize()
-    assert (found == 3.0).all()
+    assert (copied == 3.0).all()
 
 
 def test_it_can_be_captured_and_replayed() -> None:
@@ -173,15 +173,15 @@ def test_quantisation_is_that_of_the_cpu(
     dtype: torch.dtype, shape: tuple[int, int], gap: int
 ) -> None:
     generator = torch.Generator().manual_seed(gap)
-    whole = torch.randn(shape[0], shape[1] + gap, generator=generator)
-    whole *= torch.exp2(12 * torch.randn(whole.shape, generator=generator))
-    whole.view(-1)[-5:] = torch.tensor([0.0, -0.0, 1e-44, -1e-40, 448.0])[-whole.numel() :]
-    source = whole.to(dtype)[:, gap:]
-    values = torch.zeros(whole.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    padded = torch.randn(shape[0], shape[1] + gap, generator=generator)
+    padded *= torch.exp2(12 * torch.randn(padded.shape, generator=generator))
+    padded.view(-1)[-5:] = torch.tensor([0.0, -0.0, 1e-44, -1e-40, 448.0])[-padded.numel() :]
+    source = padded.to(dtype)[:, gap:]
+    values = torch.zeros(padded.shape, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = allocate_quantized(source).scales
     on_gpu = Quantized(values.cuda()[:, gap:], scales.cuda())
     into = Quantized(values[:, gap:], scales)
-    moved = whole.to(dtype).cuda()[:, gap:]
+    moved = padded.to(dtype).cuda()[:, gap:]
     for pair in ((source, into), (moved, on_gpu)):
         BoxQuantize([pair]).run()
     assert torch.equal(bits(on_gpu.scales), bits(into.scales))

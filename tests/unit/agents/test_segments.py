@@ -201,8 +201,8 @@ def test_statistics_of_a_group_count_a_trajectory_with_helpers_once():
     assert (scores["reward"], scores["num_samples"]) == (0.5, 2)
     advantages = compute_advantages(batch, "rloo", {})["advantages"]
     for row, sample in zip(advantages, samples, strict=True):
-        wanted = 1.0 if sample.reward else -1.0
-        assert row[np.array(sample.response_mask) == 1] == pytest.approx(wanted)
+        expected = 1.0 if sample.reward else -1.0
+        assert row[np.array(sample.response_mask) == 1] == pytest.approx(expected)
 
 
 def test_sessions_of_a_trajectory_have_seeds_of_their_own():

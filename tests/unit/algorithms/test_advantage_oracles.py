@@ -81,8 +81,8 @@ def test_the_order_of_samples_and_the_names_of_groups_change_nothing(oracle, set
     for batch, order, permuted in permuted_cases(nonnegative=oracle is oracles.maxrl):
         result = split_rows(compute(oracle.__name__, permuted, settings))
         in_order = split_rows(compute(oracle.__name__, batch, settings))
-        wanted = [number for place in order for number in in_order[place]]
-        np.testing.assert_allclose([n for row in result for n in row], wanted, 1e-6, 1e-6)
+        expected = [number for place in order for number in in_order[place]]
+        np.testing.assert_allclose([n for row in result for n in row], expected, 1e-6, 1e-6)
 
 
 def group_by_position(self: reductions.Groups, ids: np.ndarray) -> None:

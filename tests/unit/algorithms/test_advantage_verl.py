@@ -186,9 +186,9 @@ def test_it_equals_verl(name):
         pairs = [(columns["advantages"], advantages)]
         if "returns" in columns:
             pairs.append((columns["returns"], returns))
-        for values, wanted in pairs:
+        for values, expected in pairs:
             torch.testing.assert_close(
-                padded(values)[chosen], wanted[chosen].double(), rtol=1e-4, atol=1e-4
+                padded(values)[chosen], expected[chosen].double(), rtol=1e-4, atol=1e-4
             )
 
 

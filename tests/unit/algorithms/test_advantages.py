@@ -91,10 +91,10 @@ def answered(lengths: list[int], seed: int = 0) -> Batch:
 
 def test_the_advantage_of_a_sample_is_that_of_each_of_its_tokens():
     batch = answered([2, 0, 3])
-    wanted = grpo(AdvantageInputs(batch), GRPOSettings())
+    expected = grpo(AdvantageInputs(batch), GRPOSettings())
     advantages = compute_advantages(batch, "grpo", {})["advantages"]
     assert advantages.values.dtype == np.float32
-    assert advantages.values.tolist() == np.repeat(wanted.astype(np.float32), [2, 0, 3]).tolist()
+    assert advantages.values.tolist() == np.repeat(expected.astype(np.float32), [2, 0, 3]).tolist()
 
 
 def columns(masks: list[list[int]], **given: object) -> Batch:
@@ -172,11 +172,11 @@ def test_the_parts_of_a_failed_reward_count_as_0():
     batch = answered([2, 1]).with_columns(reward_errors=np.array(["", "raised"]))
     failed = batch.with_columns(**{"reward/right": np.array([1.0, np.nan])})
     as_zero = batch.with_columns(**{"reward/right": np.array([1.0, 0.0])})
-    result, wanted = (
+    result, expected = (
         compute_advantages(item, "gdpo", {"parts": "right"})["advantages"].values
         for item in (failed, as_zero)
     )
-    assert result.tolist() == wanted.tolist() and result.any()
+    assert result.tolist() == expected.tolist() and result.any()
     all_failed = batch.with_columns(reward_errors=np.array(["raised", "raised"]))
     assert not compute_advantages(all_failed, "gdpo", {"parts": "right"})["advantages"].values.any()
 

@@ -50,23 +50,23 @@ def test_the_kl_coefficient_follows_its_target():
     config = AlgorithmConfig(
         kl_coef=0.3, kl_target=0.1, kl_horizon=60, kl_estimator="k1", kl_placement="loss"
     )
-    coefficients, wanted = Coefficients(config), 0.3
+    coefficients, expected = Coefficients(config), 0.3
     for seed in range(1000):
         batch = random_batch(seed)
         kl = kl_by_loops(batch)
         used, metrics = update(coefficients, batch)
-        assert used.kl_coef == metrics["algorithm/kl_coef"] == pytest.approx(wanted, rel=1e-4)
+        assert used.kl_coef == metrics["algorithm/kl_coef"] == pytest.approx(expected, rel=1e-4)
         assert metrics["algorithm/reference_kl"] == pytest.approx(kl, abs=1e-6)
         error = kl / 0.1 - 1
         error = 0.2 if error > 0.2 else -0.2 if error < -0.2 else error
-        wanted = wanted * (1 + error * len(batch) / 60)
+        expected = expected * (1 + error * len(batch) / 60)
 
 
 def test_the_entropy_coefficient_follows_its_target():
     config = AlgorithmConfig(
         entropy_target=0.6003, entropy_coef=0.01, entropy_coef_step=0.004, entropy_coef_max=0.02
     )
-    coefficients, wanted, seen = Coefficients(config), 0.01, set()
+    coefficients, expected, seen = Coefficients(config), 0.01, set()
     for seed in range(1000):
         batch = random_batch(seed)
         mask = batch.jagged("response_mask").values
@@ -74,12 +74,12 @@ def test_the_entropy_coefficient_follows_its_target():
         entropy = sum(result) / len(result) if result else 0.0
         used, metrics = update(coefficients, batch)
         assert metrics["algorithm/entropy"] == pytest.approx(entropy)
-        assert used.entropy_coef == pytest.approx(wanted if entropy <= 0.6003 else 0.0)
+        assert used.entropy_coef == pytest.approx(expected if entropy <= 0.6003 else 0.0)
         if entropy < 0.6003:
-            wanted = min(wanted + 0.004, 0.02)
+            expected = min(expected + 0.004, 0.02)
         elif entropy > 0.6003:
-            wanted = max(wanted - 0.004, 0.0)
-        seen.add(round(wanted, 6))
+            expected = max(expected - 0.004, 0.0)
+        seen.add(round(expected, 6))
     assert {0.0, 0.02} < seen
 
 
@@ -115,7 +115,7 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
         assert result.array("rewards") is batch.array("rewards")
         for row, mask in enumerate(batch.jagged("response_mask")):
             policy, reference = (batch.jagged(n)[row] for n in ("log_probs", "reference_log_probs"))
-            wanted = [0.0] * len(mask)
+            expected = [0.0] * len(mask)
             left = float(batch.array("rewards")[row])  # by process rewards, for the last token
             for t in range(len(mask)):
                 if mask[t]:
@@ -123,9 +123,9 @@ def test_rewards_of_tokens_equal_loops(has_process, coef):
                     process = float(batch.jagged("process_rewards")[row][t]) if has_process else 0.0
                     left -= process
                     is_last = not any(mask[t + 1 :])
-                    wanted[t] = process - coef * kl + (left if is_last else 0.0)
-            assert result.jagged("token_rewards")[row].tolist() == pytest.approx(wanted, abs=1e-6)
-            score = sum(wanted) if any(mask) else batch.array("rewards")[row]
+                    expected[t] = process - coef * kl + (left if is_last else 0.0)
+            assert result.jagged("token_rewards")[row].tolist() == pytest.approx(expected, abs=1e-6)
+            score = sum(expected) if any(mask) else batch.array("rewards")[row]
             assert AdvantageInputs(result).scores[row] == pytest.approx(score, abs=1e-5)
 
 

@@ -161,8 +161,8 @@ def test_the_mismatch_equals_loops_over_tokens():
         for percent in (1, 50, 99):
             place = (len(logs) - 1) * percent / 100
             low, high = sorted(logs)[math.floor(place)], sorted(logs)[math.ceil(place)]
-            wanted = low + (high - low) * (place - math.floor(place))
-            assert metrics[f"log_ratio_p{percent:02}"] == pytest.approx(wanted, abs=1e-12)
+            expected = low + (high - low) * (place - math.floor(place))
+            assert metrics[f"log_ratio_p{percent:02}"] == pytest.approx(expected, abs=1e-12)
         full = [exp(sum(trainer - server for trainer, server, _ in row)) for row in tokens if row]
         for name, ratios in {"": [exp(log) for log in logs], "_sequences": full}.items():
             share = sum(ratios) ** 2 / (len(ratios) * sum(r * r for r in ratios))

@@ -62,10 +62,10 @@ def test_importance_weights(level, low, normalize):
         if not weights.values.any():  # verl divides by zero
             continue
         bound = "3.0" if low is None else f"{low}_3.0"
-        wanted, verl_metrics = compute_rollout_correction_weights(
+        expected, verl_metrics = compute_rollout_correction_weights(
             log_ratio, mask, level, bound, normalize
         )
-        np.testing.assert_allclose(weights.values, rows(wanted, weights), rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(weights.values, rows(expected, weights), rtol=1e-5, atol=1e-7)
         mean = verl_metrics["rollout_is_mean"]
         assert metrics["correction/weight_mean"] == pytest.approx(mean, rel=1e-6)
         share = verl_metrics["rollout_is_eff_sample_size"]
@@ -91,10 +91,10 @@ def test_rejection(rule):
     for rng, batch, log_ratio, mask in cases(100):
         bound = random_bound(rng, rule)
         verl = f"{1 / bound[1]}_{1 / bound[0]}" if isinstance(bound, list) else bound
-        wanted, verl_metrics = compute_rollout_rejection_mask(log_ratio, mask, NAMES[rule], verl)
+        expected, verl_metrics = compute_rollout_rejection_mask(log_ratio, mask, NAMES[rule], verl)
         corrected, metrics = apply_correction(batch, CorrectionConfig(reject={rule: bound}))
         column = corrected.jagged("policy_mask")
-        np.testing.assert_array_equal(column.values, rows(wanted, column))
+        np.testing.assert_array_equal(column.values, rows(expected, column))
         share = verl_metrics["rollout_rs_masked_fraction"]
         assert metrics[f"correction/{rule}"] == pytest.approx(share, rel=1e-6, abs=1e-7)
         selected.append(1 - share)
@@ -106,10 +106,10 @@ def test_the_kl_of_trainer_and_server():
         if log_ratio[mask != 0].abs().max() > 20:  # verl does not clamp these
             continue
         server = padded(batch.jagged("rollout_log_probs"))
-        wanted = compute_offpolicy_metrics(log_ratio + server, server, mask)
+        expected = compute_offpolicy_metrics(log_ratio + server, server, mask)
         metrics = compute_mismatch(batch)
-        assert metrics["mismatch/kl"] == pytest.approx(wanted["kl"], rel=1e-5, abs=1e-7)
-        assert metrics["mismatch/k3_kl"] == pytest.approx(wanted["k3_kl"], rel=1e-5, abs=1e-7)
+        assert metrics["mismatch/kl"] == pytest.approx(expected["kl"], rel=1e-5, abs=1e-7)
+        assert metrics["mismatch/k3_kl"] == pytest.approx(expected["k3_kl"], rel=1e-5, abs=1e-7)
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_kl_estimates_and_their_gradients(name, verl_name):
     policy[:4] += torch.tensor([30.0, -30.0, 19.0, -4.0])
     policy.requires_grad_()
     result = KL_ESTIMATORS[name](policy, reference)
-    wanted = core_algos.kl_penalty(policy, reference, verl_name)
-    torch.testing.assert_close(result, wanted)
-    gradients = [torch.autograd.grad(value.sum(), policy)[0] for value in (result, wanted)]
+    expected = core_algos.kl_penalty(policy, reference, verl_name)
+    torch.testing.assert_close(result, expected)
+    gradients = [torch.autograd.grad(value.sum(), policy)[0] for value in (result, expected)]
     torch.testing.assert_close(*gradients)
 
 
@@ -145,9 +145,9 @@ def test_aggregation(mode, verl_mode):
     for rng, batch, _, mask in cases(100):
         column = batch.jagged("response_mask")
         losses = column.with_values(rng.normal(size=len(column.values)))
-        wanted = core_algos.agg_loss(padded(losses), mask, verl_mode, loss_scale_factor=9)
+        expected = core_algos.agg_loss(padded(losses), mask, verl_mode, loss_scale_factor=9)
         result = compute_loss_weights(column, mode, settings).values @ losses.values
-        assert result == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
+        assert result == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
 
 
 def with_reference(rng: np.random.Generator, batch: Batch) -> Batch:
@@ -185,10 +185,10 @@ def test_the_kl_controller_and_rewards_of_tokens():
             scores[row, int(mask[row].nonzero()[-1])] = float(reward)
         result = add_token_rewards(batch, settings)
         column = result.jagged("token_rewards")
-        wanted = scores - controller.value * kl
-        np.testing.assert_allclose(column.values, rows(wanted, column), rtol=1e-4, atol=1e-5)
+        expected = scores - controller.value * kl
+        np.testing.assert_allclose(column.values, rows(expected, column), rtol=1e-4, atol=1e-5)
         scores = AdvantageInputs(result).scores
-        np.testing.assert_allclose(scores, wanted.sum(-1), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(scores, expected.sum(-1), rtol=1e-4, atol=1e-5)
         controller.update((kl.sum(-1) / mask.sum(-1)).mean().item(), len(batch))
         values.add(controller.value)
     assert len(values) > 50

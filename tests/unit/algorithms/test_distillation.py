@@ -44,8 +44,8 @@ def test_the_kl_over_likely_tokens_equals_its_definition(kind):
         top = np.argsort(-teacher)[: rng.integers(1, vocab)]
         sides = torch.from_numpy(policy[top]), torch.from_numpy(teacher[top])
         result = compute_top_tokens_kl(*sides, kind).item()
-        wanted = kl_by_loops(policy[top].tolist(), teacher[top].tolist(), kind)
-        assert result == pytest.approx(wanted, rel=1e-9, abs=1e-12)
+        expected = kl_by_loops(policy[top].tolist(), teacher[top].tolist(), kind)
+        assert result == pytest.approx(expected, rel=1e-9, abs=1e-12)
         p, q = (policy, teacher) if kind == "reverse_kl" else (teacher, policy)
         assert -1e-12 <= result <= (np.exp(p) * (p - q)).sum() + 1e-12
 
@@ -58,9 +58,9 @@ def test_over_all_tokens_it_is_the_whole_kl_with_its_gradient(kind):
     result = compute_top_tokens_kl(logits.log_softmax(-1), teacher, kind)
     policy = logits.log_softmax(-1)
     sides = (teacher, policy) if kind == "reverse_kl" else (policy, teacher)
-    wanted = torch.nn.functional.kl_div(*sides, reduction="none", log_target=True).sum(-1)
-    torch.testing.assert_close(result, wanted, rtol=0, atol=1e-9)
-    grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (result, wanted)]
+    expected = torch.nn.functional.kl_div(*sides, reduction="none", log_target=True).sum(-1)
+    torch.testing.assert_close(result, expected, rtol=0, atol=1e-9)
+    grads = [torch.autograd.grad(loss.sum(), logits)[0] for loss in (result, expected)]
     torch.testing.assert_close(*grads, rtol=0, atol=1e-5)
 
 
@@ -102,14 +102,14 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
     for case in range(1000):
         batch = batch_of(rng, 1 + case % 3)
         result = compute_sampled_kl(batch)
-        wanted = []
+        expected = []
         for t, chosen in enumerate(batch.jagged("response_mask").values):
             policy = float(batch.jagged("log_probs").values[t])
             teachers = batch.jagged("teacher_log_probs").values[t].tolist()
             shares = batch.jagged("teacher_shares").values[t].tolist()
             parts = [w * (policy - other) for w, other in zip(shares, teachers, strict=True)]
-            wanted.append(sum(parts) if chosen else 0.0)
-        np.testing.assert_allclose(result.values, wanted, rtol=1e-4, atol=1e-5)
+            expected.append(sum(parts) if chosen else 0.0)
+        np.testing.assert_allclose(result.values, expected, rtol=1e-4, atol=1e-5)
         alone = AlgorithmConfig(distillation=DistillationConfig("sampled_kl", coef=0.5))
         mixed = AlgorithmConfig(
             distillation=DistillationConfig("sampled_kl", coef=0.5, use_reward=True)
@@ -118,11 +118,11 @@ def test_the_sampled_kl_is_taken_off_the_advantage():
         for config, base in ((alone, 0), (mixed, plain)):
             advantages = add_advantages(batch, config).jagged("advantages").values
             np.testing.assert_allclose(
-                advantages, base - 0.5 * np.array(wanted), rtol=1e-4, atol=1e-5
+                advantages, base - 0.5 * np.array(expected), rtol=1e-4, atol=1e-5
             )
         chosen = batch.jagged("response_mask").values != 0
         mean = compute_distillation_metrics(batch)["distillation/sampled_kl"]
-        assert mean == pytest.approx(np.array(wanted)[chosen].mean(), rel=1e-3, abs=1e-5)
+        assert mean == pytest.approx(np.array(expected)[chosen].mean(), rel=1e-3, abs=1e-5)
 
 
 @pytest.mark.parametrize("use_reward", [False, True])
@@ -142,5 +142,5 @@ def test_the_rest_has_a_probability_of_a_millionth_at_least(kind):
     # One side has all of its probability on the token, where the KL would have no bound.
     sure, half = torch.zeros(1), torch.tensor([0.5]).log()
     sides = (half, sure) if kind == "reverse_kl" else (sure, half)
-    wanted = 0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - math.log(1e-6))
-    assert compute_top_tokens_kl(*sides, kind).item() == pytest.approx(wanted, rel=1e-5)
+    expected = 0.5 * math.log(0.5) + 0.5 * (math.log(0.5) - math.log(1e-6))
+    assert compute_top_tokens_kl(*sides, kind).item() == pytest.approx(expected, rel=1e-5)

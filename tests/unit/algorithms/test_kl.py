@@ -81,8 +81,10 @@ def test_an_estimator_and_its_gradient_equal_its_formula(name):
     policy.requires_grad_()
     result = KL_ESTIMATORS[name](policy, reference)
     pairs = zip(policy.tolist(), reference.tolist(), strict=True)
-    wanted = torch.tensor([compute_by_formula(name, *pair) for pair in pairs], dtype=torch.float64)
-    torch.testing.assert_close(result, wanted)
+    expected = torch.tensor(
+        [compute_by_formula(name, *pair) for pair in pairs], dtype=torch.float64
+    )
+    torch.testing.assert_close(result, expected)
     if name.endswith("+"):
         torch.testing.assert_close(
             torch.autograd.grad(result.sum(), policy)[0], (policy - reference).detach()

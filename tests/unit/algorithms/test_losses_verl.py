@@ -114,12 +114,12 @@ def test_loss_and_gradient_are_those_of_verl(name, given, verl_name, config, mod
 
         log_probs = padded(batch, "current_log_probs").requires_grad_()
         mask = padded(batch, "response_mask")
-        wanted, reported = verl(
+        expected, reported = verl(
             padded(batch, "log_probs"), log_probs, padded(batch, "advantages"), mask,
             MODES[mode], verl_config(config),
         )  # fmt: skip
-        (slopes,) = torch.autograd.grad(wanted, log_probs)
-        assert total.item() == pytest.approx(wanted.item(), rel=1e-5, abs=1e-7)
+        (slopes,) = torch.autograd.grad(expected, log_probs)
+        assert total.item() == pytest.approx(expected.item(), rel=1e-5, abs=1e-7)
         is_token = (
             torch.arange(mask.shape[1]) < torch.tensor(batch.jagged("log_probs").lengths)[:, None]
         )
@@ -146,8 +146,8 @@ def test_dro_is_that_of_verl_at_any_log_ratio(away):
     columns = ("log_probs", "current_log_probs", "advantages", "response_mask")
     given = [padded(batch, name) for name in columns]
     log_probs, mask = given[1].requires_grad_(), given[3]
-    wanted, _ = get_policy_loss_fn("dro")(*given, "token-mean", verl_config({"dro_beta": 0.3}))
-    (slopes,) = torch.autograd.grad(wanted, log_probs)
+    expected, _ = get_policy_loss_fn("dro")(*given, "token-mean", verl_config({"dro_beta": 0.3}))
+    (slopes,) = torch.autograd.grad(expected, log_probs)
     torch.testing.assert_close(gradient[inputs.response_mask], slopes[mask != 0])
 
 
@@ -166,11 +166,11 @@ def test_the_value_loss_is_that_of_verl():
         (gradient,) = torch.autograd.grad(total, values)
 
         mask, predicted = padded(batch, "response_mask"), padded(batch, "current_log_probs")
-        wanted, fraction = compute_value_loss(
+        expected, fraction = compute_value_loss(
             predicted.requires_grad_(), padded(batch, "returns"), padded(batch, "values"), mask, 0.3
         )
-        (slopes,) = torch.autograd.grad(wanted, predicted)
-        assert total.item() == pytest.approx(wanted.item(), rel=1e-6)
+        (slopes,) = torch.autograd.grad(expected, predicted)
+        assert total.item() == pytest.approx(expected.item(), rel=1e-6)
         is_trained = inputs.response_mask
         torch.testing.assert_close(gradient[is_trained], slopes[mask != 0])
         clipped = metrics["value_clipped"][is_trained].double().mean().item()

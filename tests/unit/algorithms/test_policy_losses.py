@@ -83,12 +83,12 @@ def test_each_token_is_that_of_loops_over_the_tokens(name):
         drawn, batch = all_prepared(name, settings, range(first, first + 100))
         trained = torch.from_numpy(batch.jagged("response_mask").values != 0)
         loss, metrics, gradient = evaluated(name, settings, batch)
-        wanted = [
+        expected = [
             cases.ORACLES[name](case, case, settings, i, t)
             for case in drawn
             for i, t in case.tokens()
         ]
-        np.testing.assert_allclose(loss[trained], wanted, rtol=1e-6, atol=1e-7)
+        np.testing.assert_allclose(loss[trained], expected, rtol=1e-6, atol=1e-7)
         assert loss.isfinite().all() and gradient.isfinite().all()
         for key, value in metrics.items():
             assert value.shape == loss.shape and not value.requires_grad, key
@@ -250,11 +250,11 @@ def test_the_example_of_the_page_is_gspo():
     settings, batch = random_settings("gspo", 1), batch_of(random_case(1))
     user_file = f"{Path(__file__).parents[3] / 'examples' / 'gspo.py'}:gspo"
     own_settings = LOSSES.build_settings(user_file, vars(settings))
-    for values, wanted in zip(
+    for values, expected in zip(
         evaluated(user_file, own_settings, batch), evaluated("gspo", settings, batch), strict=True
     ):
         if isinstance(values, torch.Tensor):
-            torch.testing.assert_close(values, wanted)
+            torch.testing.assert_close(values, expected)
 
 
 def test_luspo_is_gspo_summed_over_the_tokens():

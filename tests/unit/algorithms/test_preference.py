@@ -90,12 +90,12 @@ def test_a_loss_and_the_weights_of_its_tokens_equal_torch_autograd(name):
         weights = split_by_row(batch.with_columns(w=compute_pair_weights(batch, result)), "w")
         policy = [row.requires_grad_() for row in split_by_row(batch, "log_probs")]
         reference = split_by_row(batch, "reference_log_probs") if has_reference else policy
-        wanted = [
+        expected = [
             formula(policy[i : i + 2], reference[i : i + 2], settings)
             for i in range(0, len(policy), 2)
         ]
-        torch.stack(wanted).mean().backward()
-        np.testing.assert_allclose(result.loss, [w.item() for w in wanted], rtol=1e-9, atol=1e-12)
+        torch.stack(expected).mean().backward()
+        np.testing.assert_allclose(result.loss, [w.item() for w in expected], rtol=1e-9, atol=1e-12)
         for row, weight in zip(policy, weights, strict=True):
             np.testing.assert_allclose(weight, row.grad, rtol=1e-6, atol=1e-9)  # float32
 
@@ -106,9 +106,9 @@ def test_bradley_terry_and_its_derivatives_equal_torch():
         chosen, rejected, margins = rng.normal(0, 3, (3, int(rng.integers(1, 5))))
         result = bradley_terry(chosen, rejected, margins)
         good, bad = (torch.tensor(s, requires_grad=True) for s in (chosen, rejected))
-        wanted = -logsigmoid(good - bad - torch.tensor(margins))
-        wanted.sum().backward()
-        np.testing.assert_allclose(result.loss, wanted.detach(), rtol=1e-9)
+        expected = -logsigmoid(good - bad - torch.tensor(margins))
+        expected.sum().backward()
+        np.testing.assert_allclose(result.loss, expected.detach(), rtol=1e-9)
         np.testing.assert_allclose(result.chosen, good.grad, rtol=1e-9)
         np.testing.assert_allclose(result.rejected, bad.grad, rtol=1e-9)
 

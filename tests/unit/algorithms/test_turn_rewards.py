@@ -124,11 +124,11 @@ def test_equal_rewards_of_unequal_turns_are_equal_to_the_last_digit():
 
 def test_batches_with_and_without_rewards_of_turns_are_joined_in_any_order():
     with_them, without = Batch.collate(TURNS[:1]), Batch.collate(TURNS[1:2])
-    for parts, wanted in (
+    for parts, expected in (
         ([with_them, without], [0, 0.25, 0, 0.5, 0, 0]),
         ([without, with_them], [0, 0, 0, 0.25, 0, 0.5]),
     ):
-        assert Batch.concat(parts).jagged("process_rewards").values.tolist() == wanted
+        assert Batch.concat(parts).jagged("process_rewards").values.tolist() == expected
     assert "process_rewards" not in Batch.concat([without, without])
 
 
@@ -138,10 +138,10 @@ def test_batches_with_and_without_states_are_joined_in_any_order():
     states = np.arange(len(TURNS[0].response_ids))
     given = replace(TURNS[0], state_ids=states.tolist())
     none = [-1] * len(TURNS[1].response_ids)
-    for parts, wanted in (
+    for parts, expected in (
         ([Batch.collate([given]), without], [*states, *none]),
         ([without, Batch.collate([given])], [*none, *states]),
     ):
-        assert Batch.concat(parts).jagged("state_ids").values.tolist() == wanted
+        assert Batch.concat(parts).jagged("state_ids").values.tolist() == expected
     assert Batch.collate([TURNS[1], given]).jagged("state_ids").values.tolist() == [*none, *states]
     assert "state_ids" not in Batch.concat([without, without])

@@ -10,7 +10,7 @@ import pytest
 from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 
 @pytest.mark.parametrize("name", ["ranks", "samples", "tokens", "repetitions", "steps"])
@@ -22,7 +22,7 @@ def test_sizes_below_one_are_refused_before_a_rank_starts(name: str):
 @pytest.mark.nightly  # tests/unit/controller/test_data_plane.py has batches and their memory
 def test_a_small_run_reports_times_and_memory(monkeypatch, capsys):
     """Run the command of the page with less to move; each value is checked on its way."""
-    [command] = of_kind("data plane")
+    [command] = select_commands("data plane")
     smaller = ["--samples", "16", "--tokens", "100", "--repetitions", "2", "--steps", "100"]
     monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])
     assert cli.main() == 0

@@ -11,7 +11,7 @@ from mcore_rl.cli import main as cli
 from mcore_rl.cli.bench import main
 from mcore_rl.config.errors import ConfigError
 from tests.nightly import nightly
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ TWO_RANKS = ["--train", "pp=2", "--generate", "tp=2,ep=2", "--target", "tp=2,ep=
 )
 def test_a_small_run_reports_every_candidate(monkeypatch, capsys, layouts, num_ranks, share):
     """Run the command of the page with less to move."""
-    [command] = of_kind("bench")
+    [command] = select_commands("bench")
     smaller = ["--layers", "2", "--repetitions", "1", "--bucket-mib", "1", *layouts]
     monkeypatch.setattr(sys, "argv", [*command.text.split(), *smaller])
     assert cli.main() == 0

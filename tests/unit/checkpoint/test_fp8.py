@@ -81,18 +81,18 @@ def test_a_block_is_divided_by_its_largest_magnitude_over_448(rows, columns, dty
 def test_a_weight_is_the_product_of_values_and_scales(rows, columns, dtype, scale_dtype):
     quantized, scales = quantize_blocks(random_weight(rows, columns))
     scales = scales.to(scale_dtype)
-    wanted = dequantize_by_definition(quantized, scales).to(dtype)
-    assert same(dequantize_blocks(quantized, scales, dtype), wanted)
+    expected = dequantize_by_definition(quantized, scales).to(dtype)
+    assert same(dequantize_blocks(quantized, scales, dtype), expected)
 
 
 def test_every_value_of_e4m3_is_read_as_torch_reads_it():
     """Include subnormals, both zeros, and NaN, which stays NaN."""
     for scale in (1.0, 1e-30, 3.7, 1e30):
         values = dequantize_blocks(EVERY_BYTE[None], torch.tensor([[scale, scale]]), torch.float32)
-        wanted = EVERY_BYTE[None].float() * torch.tensor(scale)
-        assert torch.equal(values.isnan(), wanted.isnan())
+        expected = EVERY_BYTE[None].float() * torch.tensor(scale)
+        assert torch.equal(values.isnan(), expected.isnan())
         assert values.isnan().sum() == 2
-        assert same(values.nan_to_num(7.0), wanted.nan_to_num(7.0))
+        assert same(values.nan_to_num(7.0), expected.nan_to_num(7.0))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

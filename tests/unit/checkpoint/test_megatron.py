@@ -22,9 +22,9 @@ STORED = {"embedding": (132, 64), "layers.norm": (2, 64), "optimizer.state.exp_a
     ],
 )
 def test_differences_to_another_model_are_names_and_shapes(changes, expected):
-    wanted = {"embedding": ((132, 64), True), "layers.norm": ((2, 64), False)} | changes
-    wanted = {key: value for key, value in wanted.items() if value is not None}
-    problems = megatron.find_differences(STORED, wanted)
+    other_model = {"embedding": ((132, 64), True), "layers.norm": ((2, 64), False)} | changes
+    other_model = {key: value for key, value in other_model.items() if value is not None}
+    problems = megatron.find_differences(STORED, other_model)
     assert len(problems) == len(expected)
     assert all(problem.startswith(start) for problem, start in zip(problems, expected, strict=True))
 
@@ -34,6 +34,6 @@ def test_optimizer_state_may_stay_unread_but_not_be_missing():
         "the model has no embedding",
         "the model has no layers.norm",
     ]
-    wanted = {key: (shape, False) for key, shape in STORED.items()}
-    wanted["optimizer.state.exp_avg_sq.x"] = ((4,), False)
-    assert megatron.find_differences(STORED, wanted) == ["it has no optimizer.state.exp_avg_sq.x"]
+    expected = {key: (shape, False) for key, shape in STORED.items()}
+    expected["optimizer.state.exp_avg_sq.x"] = ((4,), False)
+    assert megatron.find_differences(STORED, expected) == ["it has no optimizer.state.exp_avg_sq.x"]

@@ -137,12 +137,12 @@ def test_nothing_stays_open_or_mapped(path):
 
 
 def test_threads_read_at_the_same_time(path):
-    file, wanted = SafetensorsFile(path), tensors()["matrix"]
+    file, expected = SafetensorsFile(path), tensors()["matrix"]
     with ThreadPoolExecutor(8) as pool:
         rows = pool.map(
             lambda n: (n % 9, read(file, "matrix", Box((n % 9, 0), (1, 5)))), range(200)
         )
-        assert all(torch.equal(row[0], wanted[n]) for n, row in rows)
+        assert all(torch.equal(row[0], expected[n]) for n, row in rows)
 
 
 def test_each_flipped_bit_of_a_tensor_is_named(tmp_path):

@@ -130,8 +130,8 @@ def is_equal(a, b):
 
 def check_loaded(loaded):
     for key in TENSORS:
-        for number, wanted in enumerate(build_shards(key, TENSORS[key][0])):
-            assert is_equal(loaded[f"{key}#{number}"], wanted.data), key
+        for number, expected in enumerate(build_shards(key, TENSORS[key][0])):
+            assert is_equal(loaded[f"{key}#{number}"], expected.data), key
     assert loaded["extra"].getvalue() == b"state"
 
 

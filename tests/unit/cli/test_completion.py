@@ -15,8 +15,8 @@ from mcore_rl.cli.completion import SCRIPTS, complete
 from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.describe import list_setting_names
 from mcore_rl.config.schema import RLConfig
-from tests.pages import of_kind
-from tests.terminal import on_terminal
+from tests.pages import select_commands
+from tests.terminal import run_on_terminal
 
 QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_images", "_one_gpu")]
 
@@ -66,7 +66,7 @@ def test_every_setting_is_completed():
     ]
 
 
-[ON_THE_PAGE] = of_kind("completion")
+[ON_THE_PAGE] = select_commands("completion")
 BASH_TAB = (
     f"{ON_THE_PAGE.text}\n"
     + """
@@ -121,7 +121,7 @@ def test_the_tab_key_completes_paths_and_words_in_bash(typed, completed, tmp_pat
     at_the_start, at_the_end = "\x01", "\x05"  # goes the cursor: the line becomes that of an echo
     keys = f"{typed}\t{at_the_start}echo '<{at_the_end}>'\nexit\n"
     variables = {"TERM": "dumb", "PATH": path}
-    _, seen = on_terminal(command, variables=variables, keys=keys, folder=tmp_path)
+    _, seen = run_on_terminal(command, variables=variables, keys=keys, folder=tmp_path)
     assert re.search(f"\n<{re.escape(completed)} ?>\r\n", seen), seen
 
 

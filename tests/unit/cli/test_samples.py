@@ -17,7 +17,7 @@ from mcore_rl.cli.main import main
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample_tables import build_summary_columns, get_table_path, write_table
 from mcore_rl.observability.console import escape_control
-from tests.pages import of_kind
+from tests.pages import select_commands
 from tests.unit.tools.sample_runs import (
     ASSISTANT,
     END,
@@ -249,7 +249,7 @@ def test_missing_samples_are_one_line(monkeypatch, capsys, tmp_path, several, ar
     assert message.endswith(": ") or err == f"mcore-rl samples: {message}\n"
 
 
-@pytest.mark.parametrize("line", of_kind("samples"), ids=str)
+@pytest.mark.parametrize("line", select_commands("samples"), ids=str)
 def test_a_command_of_a_page_runs(monkeypatch, capsys, several, line):
     monkeypatch.chdir(several.parents[1])
     status, out, err = command(monkeypatch, capsys, *line.text.split()[2:])

@@ -10,10 +10,10 @@ import pytest
 from mcore_rl.cli import servers
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.rollout.desired_servers import read_desired_servers, write_desired_servers
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 
-@pytest.mark.parametrize("line", of_kind("servers"), ids=str)
+@pytest.mark.parametrize("line", select_commands("servers"), ids=str)
 def test_commands_of_pages_run(line, tmp_path, monkeypatch, capsys):
     run = tmp_path / "outputs/mine"
     run.mkdir(parents=True)

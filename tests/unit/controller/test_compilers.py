@@ -58,8 +58,8 @@ def test_a_toolkit_that_is_named_comes_before_the_nodes(toolkit, tmp_path, varia
 
 
 def test_tools_on_the_path_stay_those_that_are_called(toolkit, tmp_path):
-    own = program(program(tmp_path / "own", "nvcc"), "ninja")
-    assert "PATH" not in build_compiler_environment({"PATH": str(own)}, tmp_path)
+    tools = program(program(tmp_path / "own", "nvcc"), "ninja")
+    assert "PATH" not in build_compiler_environment({"PATH": str(tools)}, tmp_path)
 
 
 def test_tools_that_are_nowhere_change_nothing(tmp_path, monkeypatch):
@@ -86,13 +86,13 @@ def test_a_cache_that_the_user_has_placed_stays_there(toolkit, tmp_path, variabl
     assert CACHES - build_compiler_environment({variable: "/mine"}, tmp_path).keys() == placed
 
 
-def test_kernels_that_were_downloaded_in_advance_are_found(toolkit, tmp_path):
+def test_kernels_that_were_downloaded_in_advance_are_used(toolkit, tmp_path):
     cubins = tmp_path / ".cache/flashinfer/cubins"
     cubins.mkdir(parents=True)
     home = {"HOME": str(tmp_path)}
     assert build_compiler_environment(home, tmp_path)["FLASHINFER_CUBIN_DIR"] == str(cubins)
-    for own in ({"FLASHINFER_CUBIN_DIR": "/mine"}, {"FLASHINFER_WORKSPACE_BASE": "/mine"}):
-        assert "FLASHINFER_CUBIN_DIR" not in build_compiler_environment(home | own, tmp_path)
+    for variables in ({"FLASHINFER_CUBIN_DIR": "/mine"}, {"FLASHINFER_WORKSPACE_BASE": "/mine"}):
+        assert "FLASHINFER_CUBIN_DIR" not in build_compiler_environment(home | variables, tmp_path)
 
 
 def test_the_caches_outlive_the_job_whose_folder_is_the_temporary_one(tmp_path, monkeypatch):

@@ -114,7 +114,10 @@ def group_of(pool: ResourcePool, layout: Layout, name: str = "policy") -> Worker
 @pytest.fixture(scope="module")
 def worker(pool: ResourcePool) -> Iterator[WorkerGroup]:
     """Start one rank for the tests that leave it as it was: starting one takes seconds."""
-    with ResourcePool(1, {"CPU": 0.1}) as own, group_of(own, Layout(), "alive") as group:
+    with (
+        ResourcePool(1, {"CPU": 0.1}) as single_pool,
+        group_of(single_pool, Layout(), "alive") as group,
+    ):
         yield group
 
 

@@ -201,8 +201,8 @@ def test_calls_are_trained_as_the_family_writes_them_whether_arguments_are_text_
         return
     properties: Any = {"at": {"type": "string"}}
     tools = [ToolSpec("look", "Looks.", {"type": "object", "properties": properties})]
-    said = tokenizer.encode(text, add_special_tokens=False)
-    [call] = select_codec(tokenizer).parse(said, tools).calls
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    [call] = select_codec(tokenizer).parse(ids, tools).calls
     assert (call.status, call.name) == ("ok", "look")
     assert call.arguments == ARGUMENTS
 

@@ -78,14 +78,14 @@ def trained(tokenizer, messages, flags=None) -> str:
 )
 def test_trained_tokens_are_those_that_the_template_marks_as_generated(tokenizer, messages):
     tokenizer.chat_template = CHATML
-    wanted = tokenizer.apply_chat_template(
+    expected = tokenizer.apply_chat_template(
         messages, return_dict=True, return_assistant_tokens_mask=True
     )
     result = encode_conversation(messages, assistants(messages), [], ChatTemplate(tokenizer))
     num = len(result.ids)  # up to the last trained token
-    assert result.ids == wanted["input_ids"][:num]
-    assert [int(flag) for flag in result.is_trained] == wanted["assistant_masks"][:num]
-    assert sum(wanted["assistant_masks"][num:]) == 0
+    assert result.ids == expected["input_ids"][:num]
+    assert [int(flag) for flag in result.is_trained] == expected["assistant_masks"][:num]
+    assert sum(expected["assistant_masks"][num:]) == 0
     assert result.is_trained[-1]
 
 
@@ -145,13 +145,13 @@ def test_a_batch_begins_its_responses_at_the_first_trained_token(write, tokenize
 
 def test_whole_conversations_of_a_warm_start_are_those_of_training_on_examples(write, tokenizer):
     name = write([{"messages": chat("Add 2.", "7", "Add 4.", "1")}, {"messages": chat("7", "7")}])
-    wanted = load_conversations(name, ConversationsConfig(), tokenizer).take([0, 1])
+    expected = load_conversations(name, ConversationsConfig(), tokenizer).take([0, 1])
     columns = "prompt_ids", "response_ids", "response_mask"
-    parts = zip(rows_of(wanted, "prompt_ids"), rows_of(wanted, "response_ids"), strict=True)
+    parts = zip(rows_of(expected, "prompt_ids"), rows_of(expected, "response_ids"), strict=True)
     lengths = [len(prompt) + len(response) for prompt, response in parts]
     batch = load_chats(name, DataConfig(), lengths[0], tokenizer)
     for column in columns:
-        assert rows_of(batch, column) == rows_of(wanted, column)
+        assert rows_of(batch, column) == rows_of(expected, column)
     message = f"row 0 has {lengths[0]} tokens; allowed: up to data.max_prompt_tokens"
     with pytest.raises(ConfigError, match=message):
         load_chats(name, DataConfig(), lengths[0] - 1, tokenizer)

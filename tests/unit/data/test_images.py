@@ -307,8 +307,8 @@ def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
     path = write(tmp_path / "rows.jsonl", *rows)
     data, tokenizer = DataConfig(images_column="images"), load_tokenizer(model)
     images = load_row_images(data, str(model), str(tmp_path))
-    whole = load_chats(str(path), data, 64, tokenizer, images=images)
-    assert [bool(name) for name in whole.array("images").tolist()] == [True, False]
+    chats = load_chats(str(path), data, 64, tokenizer, images=images)
+    assert [bool(name) for name in chats.array("images").tolist()] == [True, False]
     path = write(
         tmp_path / "pairs.jsonl",
         {"messages": user("<image>?"), "response": "red", "images": [to_url(RED)]},

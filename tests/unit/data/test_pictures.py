@@ -115,8 +115,8 @@ def test_worked_share_is_the_share_of_answers_that_look(tmp_path, worked_share):
 def test_held_out_pictures_do_not_depend_on_the_seed(task, tmp_path):
     actual, expected = read_files(prepare(tmp_path / "task", SEED + 1, 0.35)), read_files(task)
     differ = {name for name in expected if actual[name] != expected[name]}
-    own = {"task.json", "train.parquet", "warm_start.parquet", "model/model.safetensors"}
-    assert differ == own
+    seeded = {"task.json", "train.parquet", "warm_start.parquet", "model/model.safetensors"}
+    assert differ == seeded
 
 
 def test_the_same_seed_writes_the_same_bytes_in_another_process(task, tmp_path):

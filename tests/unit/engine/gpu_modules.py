@@ -64,9 +64,9 @@ def main(name: str) -> None:
         states = model(ids, ids, attention_mask=None, packed_seq_params=packed)
         assert states.shape == (21, 1, config["hidden_size"]) and states.dtype == torch.bfloat16
         states.float().sum().backward()
-    found = {parameter.device for parameter in model.parameters()}
-    found |= {p.grad.device for p in model.parameters() if p.grad is not None}
-    assert found == {GPU}
+    devices = {parameter.device for parameter in model.parameters()}
+    devices |= {p.grad.device for p in model.parameters() if p.grad is not None}
+    assert devices == {GPU}
     print("layers", sum(p.grad is not None for p in model.parameters()))
 
 

@@ -85,14 +85,14 @@ SHAPES = {
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_outputs_and_gradients_equal_plain_attention(lengths, shape):
     scale = 0.3
-    mine, plain = tensors(lengths, **shape), tensors(lengths, **shape)
-    actual = attention(scale)(*mine, packed_seq_params=packed(lengths))
+    inputs, plain = tensors(lengths, **shape), tensors(lengths, **shape)
+    actual = attention(scale)(*inputs, packed_seq_params=packed(lengths))
     expected = reference(*plain, lengths, scale)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     for output in (actual, expected):
         (output * weights).sum().backward()
-    for tensor, other in zip(mine, plain, strict=True):
+    for tensor, other in zip(inputs, plain, strict=True):
         torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-11)
 
 
@@ -110,19 +110,19 @@ def test_windows_and_sinks_equal_plain_attention(window, has_sinks, shape, block
         params_dtype=torch.float64,
         **options,
     )
-    mine, plain = tensors(lengths, **SHAPES[shape]), tensors(lengths, **SHAPES[shape])
+    inputs, plain = tensors(lengths, **SHAPES[shape]), tensors(lengths, **SHAPES[shape])
     sinks = None
     if has_sinks:
         sinks = torch.linspace(-1, 2, HEADS, dtype=torch.float64).requires_grad_()
         module.softmax_offset.data.copy_(sinks.detach())
-        mine, plain = [*mine, module.softmax_offset], [*plain, sinks]
-    actual = module(*mine[:3], packed_seq_params=packed(lengths))
+        inputs, plain = [*inputs, module.softmax_offset], [*plain, sinks]
+    actual = module(*inputs[:3], packed_seq_params=packed(lengths))
     expected = reference(*plain[:3], lengths, 0.3, window, sinks)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
     for output in (actual, expected):
         (output * weights).sum().backward()
-    for tensor, other in zip(mine, plain, strict=True):
+    for tensor, other in zip(inputs, plain, strict=True):
         torch.testing.assert_close(tensor.grad, other.grad, rtol=0, atol=1e-11)
 
 

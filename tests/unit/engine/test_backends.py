@@ -136,8 +136,8 @@ def test_settings_that_an_engine_reads_and_those_of_its_processes_are_its_own(pa
     ],
 )
 def test_rules_of_megatrons_settings_hold_for_megatron_alone(path, config):
-    own = replace(config, backend=f"{path}:OPEN")
-    check_engine_settings("actor", own, "language_model", "cpu")
+    custom = replace(config, backend=f"{path}:OPEN")
+    check_engine_settings("actor", custom, "language_model", "cpu")
     with pytest.raises(ConfigError):
         check_engine_settings("actor", config, "language_model", "cpu")
 

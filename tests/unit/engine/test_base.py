@@ -20,7 +20,7 @@ SPEC = EngineSpec(ModelConfig(path="/nowhere"), EngineConfig(), seed=0)
 @pytest.mark.parametrize(
     ("model_type", "kind"), [("language_model", MegatronEngine), ("value_model", ValueEngine)]
 )
-def test_an_engine_is_found_by_backend_and_model_type(model_type, kind):
+def test_an_engine_is_chosen_by_backend_and_model_type(model_type, kind):
     assert type(create_engine(model_type, SPEC)) is kind
 
 

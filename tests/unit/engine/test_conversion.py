@@ -138,7 +138,7 @@ def reading_one_tensor_twice(weights):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_a_fault_in_the_rules_is_told_by_a_name(monkeypatch, change, message):
+def test_a_fault_in_the_rules_is_named(monkeypatch, change, message):
     change_rules(monkeypatch, change)
     with pytest.raises((RuntimeError, ValueError), match=message):
         build_meta_model(MOE, 131)
@@ -163,10 +163,10 @@ def test_both_forms_lead_to_each_other(apart):
 
 
 def test_a_parameter_outside_the_layers_has_one_form():
-    own = MetaModel({"x": StorageLocation("mtp.layers.0.enorm.weight", (4,), ())}, {}, 6)
-    assert switch_layer_stacking(own.parameters["x"], 6) is None
+    model = MetaModel({"x": StorageLocation("mtp.layers.0.enorm.weight", (4,), ())}, {}, 6)
+    assert switch_layer_stacking(model.parameters["x"], 6) is None
     with pytest.raises(ConfigError, match=r"the checkpoint has no mtp\.layers\.0\.enorm\.weight"):
-        own.locate_parameters(["mtp.layers.enorm.weight"])
+        model.locate_parameters(["mtp.layers.enorm.weight"])
 
 
 def shard(offset: int, count: int) -> ShardedTensor:
@@ -174,7 +174,7 @@ def shard(offset: int, count: int) -> ShardedTensor:
     return ShardedTensor.from_rank_offsets("w", data, (0, offset, count), replica_id=0)
 
 
-def test_a_shard_that_is_not_the_whole_parameter_is_told():
+def test_a_shard_that_is_not_the_whole_parameter_is_refused():
     assert get_storage_location("w", shard(0, 1)) == StorageLocation("w", (4, 3), ())
     with pytest.raises(RuntimeError, match=r"w: 4 rows of w, whose shape is \(8, 3\)"):
         get_storage_location("w", shard(0, 2))

@@ -79,7 +79,7 @@ def lane(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("name", "has_te", "asked", "chosen"),
+    ("name", "has_te", "setting", "chosen"),
     [
         ("cuda", True, "auto", "te"),
         ("cuda", True, "te", "te"),
@@ -90,10 +90,10 @@ def lane(monkeypatch):
     ],
 )
 def test_transformer_engine_is_taken_where_it_is_installed_beside_a_gpu(
-    lane, name, has_te, asked, chosen
+    lane, name, has_te, setting, chosen
 ):
     lane(name, has_te=has_te)
-    assert device.choose_modules(asked) == chosen
+    assert device.choose_modules(setting) == chosen
 
 
 @pytest.mark.parametrize(
@@ -109,8 +109,8 @@ def test_transformer_engine_that_cannot_be_had_is_refused_by_name(lane, name, mi
 def test_half_of_transformer_engine_is_none(lane, monkeypatch):
     """Without its torch part, which is built from source."""
     lane("cuda")
-    found = {"transformer_engine": True}
-    monkeypatch.setattr(device.importlib.util, "find_spec", found.get)
+    specs = {"transformer_engine": True}
+    monkeypatch.setattr(device.importlib.util, "find_spec", specs.get)
     assert device.choose_modules("auto") == "torch"
     with pytest.raises(ConfigError, match=r"which is not installed"):
         device.choose_modules("te")

@@ -32,10 +32,10 @@ def test_values_of_a_bfloat16_model_are_summed_in_float32(has_bias):
     head = value_head(torch.bfloat16, has_bias=has_bias)
     hidden = torch.randn(5, 64, dtype=torch.bfloat16, requires_grad=True)
     values = head(hidden)
-    wanted = hidden.double() @ head.weight.double().squeeze(0)
-    wanted = wanted + head.bias.double() if has_bias else wanted
+    expected = hidden.double() @ head.weight.double().squeeze(0)
+    expected = expected + head.bias.double() if has_bias else expected
     assert values.dtype == torch.float32
-    torch.testing.assert_close(values.double(), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(values.double(), expected, rtol=1e-6, atol=1e-6)
     values.sum().backward()
     torch.testing.assert_close(hidden.grad, head.weight.detach().expand(5, 64))
     assert head.weight.grad.dtype == torch.bfloat16

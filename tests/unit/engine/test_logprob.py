@@ -14,7 +14,7 @@ from live_bytes import LiveBytes
 
 from mcore_rl.engine.logprob import Tile, VocabShard, choose_tile, compute_log_probs
 
-WHOLE = VocabShard(start=0, vocab_size=11, group=None)
+FULL_VOCAB = VocabShard(start=0, vocab_size=11, group=None)
 # Bytes for tiles of 1 token x 1 id, 1 x 4, 2 x 5 and for everything at once; see choose_tile.
 BUDGETS = (8, 8 * 4 * 7, 8 * 5 * 256, 1 << 20)
 
@@ -47,7 +47,7 @@ def test_a_tile_takes_all_tokens_where_it_can_and_stays_within_its_bytes():
 def test_values_and_gradients_equal_the_plain_softmax(temperature, chunk_bytes):
     h, w, targets, weights = problem()
     scores = compute_log_probs(
-        h, w, targets, WHOLE,
+        h, w, targets, FULL_VOCAB,
         temperature=temperature, chunk_bytes=chunk_bytes, with_entropy=True, with_squares=True,
     )  # fmt: skip
     expected = reference(h, w, targets, temperature)
@@ -58,10 +58,10 @@ def test_values_and_gradients_equal_the_plain_softmax(temperature, chunk_bytes):
     grads = torch.autograd.grad(
         (scores.log_probs * weights[0] + scores.entropy * weights[1]).sum(), (h, w)
     )
-    wanted = torch.autograd.grad(
+    expected_grads = torch.autograd.grad(
         (expected[0] * weights[0] + expected[1] * weights[1]).sum(), (h, w)
     )
-    torch.testing.assert_close(grads, wanted)
+    torch.testing.assert_close(grads, expected_grads)
 
 
 def test_the_tiles_of_the_test_above_are_uneven_in_both_directions():
@@ -72,14 +72,16 @@ def test_the_tiles_of_the_test_above_are_uneven_in_both_directions():
 @pytest.mark.parametrize("chunk_bytes", BUDGETS)
 def test_without_entropy_the_gradient_is_that_of_the_log_probs(chunk_bytes):
     h, w, targets, weights = problem()
-    scores = compute_log_probs(h, w, targets, WHOLE, chunk_bytes=chunk_bytes)
+    scores = compute_log_probs(h, w, targets, FULL_VOCAB, chunk_bytes=chunk_bytes)
     grads = torch.autograd.grad((scores.log_probs * weights[0]).sum(), (h, w))
-    wanted = torch.autograd.grad((reference(h, w, targets)[0] * weights[0]).sum(), (h, w))
-    torch.testing.assert_close(grads, wanted)
+    expected = torch.autograd.grad((reference(h, w, targets)[0] * weights[0]).sum(), (h, w))
+    torch.testing.assert_close(grads, expected)
     assert not scores.entropy.any()
     assert not scores.sum_pi_squared.any()
     # An entropy that no loss reads, as where scores are wanted of an update, changes no bit of it.
-    scores = compute_log_probs(h, w, targets, WHOLE, chunk_bytes=chunk_bytes, with_entropy=True)
+    scores = compute_log_probs(
+        h, w, targets, FULL_VOCAB, chunk_bytes=chunk_bytes, with_entropy=True
+    )
     again = torch.autograd.grad((scores.log_probs * weights[0]).sum(), (h, w))
     assert all(torch.equal(*pair) for pair in zip(again, grads, strict=True))
 
@@ -87,25 +89,27 @@ def test_without_entropy_the_gradient_is_that_of_the_log_probs(chunk_bytes):
 @pytest.mark.parametrize("chunk_bytes", BUDGETS)
 def test_of_a_loss_that_reads_the_entropy_alone_the_gradient_is_that_of_the_entropy(chunk_bytes):
     h, w, targets, weights = problem()
-    scores = compute_log_probs(h, w, targets, WHOLE, chunk_bytes=chunk_bytes, with_entropy=True)
+    scores = compute_log_probs(
+        h, w, targets, FULL_VOCAB, chunk_bytes=chunk_bytes, with_entropy=True
+    )
     grads = torch.autograd.grad((scores.entropy * weights[1]).sum(), (h, w))
-    wanted = torch.autograd.grad((reference(h, w, targets)[1] * weights[1]).sum(), (h, w))
-    torch.testing.assert_close(grads, wanted)
+    expected = torch.autograd.grad((reference(h, w, targets)[1] * weights[1]).sum(), (h, w))
+    torch.testing.assert_close(grads, expected)
 
 
 def test_a_frozen_head_gets_no_gradient_and_costs_none():
     h, w, targets, _ = problem()
-    scores = compute_log_probs(h, w.detach(), targets, WHOLE)
+    scores = compute_log_probs(h, w.detach(), targets, FULL_VOCAB)
     (grad,) = torch.autograd.grad(scores.log_probs.sum(), h)
-    (wanted,) = torch.autograd.grad(reference(h, w, targets)[0].sum(), h)
-    torch.testing.assert_close(grad, wanted)
+    (expected,) = torch.autograd.grad(reference(h, w, targets)[0].sum(), h)
+    torch.testing.assert_close(grad, expected)
 
 
 def test_padding_rows_of_the_vocabulary_get_no_probability_and_no_gradient():
     h, w, targets, _ = problem()
     with torch.no_grad():
         w[11] = 1e4
-    scores = compute_log_probs(h, w, targets, WHOLE, num_top=11)
+    scores = compute_log_probs(h, w, targets, FULL_VOCAB, num_top=11)
     torch.testing.assert_close(scores.log_probs, reference(h, w, targets)[0])
     assert scores.top_ids.max() == 10
     (grad,) = torch.autograd.grad(scores.log_probs.sum(), w)
@@ -115,7 +119,7 @@ def test_padding_rows_of_the_vocabulary_get_no_probability_and_no_gradient():
 def test_no_tokens_give_empty_scores_and_zero_gradients():
     h, w, _, _ = problem()
     nothing = torch.empty(0, dtype=torch.long)
-    scores = compute_log_probs(h[:0], w, nothing, WHOLE, with_entropy=True, num_top=3)
+    scores = compute_log_probs(h[:0], w, nothing, FULL_VOCAB, with_entropy=True, num_top=3)
     (grad,) = torch.autograd.grad(scores.log_probs.sum() + scores.entropy.sum(), w)
     assert scores.log_probs.shape == (0,)
     assert scores.top_ids.shape == (0, 3)
@@ -127,11 +131,11 @@ def test_no_tokens_give_empty_scores_and_zero_gradients():
 def test_the_largest_log_probs_are_those_of_the_plain_softmax(chunk_bytes, k):
     h, w, targets, _ = problem()
     scores = compute_log_probs(
-        h, w, targets, WHOLE, temperature=0.7, chunk_bytes=chunk_bytes, num_top=k
+        h, w, targets, FULL_VOCAB, temperature=0.7, chunk_bytes=chunk_bytes, num_top=k
     )
-    wanted = (h @ w[:11].t() / 0.7).log_softmax(-1).topk(k)
-    torch.testing.assert_close(scores.top_log_probs, wanted.values.detach())
-    assert torch.equal(scores.top_ids, wanted.indices)
+    expected = (h @ w[:11].t() / 0.7).log_softmax(-1).topk(k)
+    torch.testing.assert_close(scores.top_log_probs, expected.values.detach())
+    assert torch.equal(scores.top_ids, expected.indices)
     assert not scores.top_log_probs.requires_grad
     assert scores.log_probs.requires_grad
 
@@ -140,7 +144,7 @@ def test_the_largest_log_probs_are_those_of_the_plain_softmax(chunk_bytes, k):
 def test_more_of_the_largest_than_there_are_ids_is_refused(num_top):
     h, w, targets, _ = problem()
     with pytest.raises(ValueError, match=rf"num_top={num_top}; allowed: 0 to the 11 token ids"):
-        compute_log_probs(h, w, targets, WHOLE, num_top=num_top)
+        compute_log_probs(h, w, targets, FULL_VOCAB, num_top=num_top)
 
 
 def test_logits_far_from_zero_and_far_apart_lose_nothing():
@@ -148,12 +152,12 @@ def test_logits_far_from_zero_and_far_apart_lose_nothing():
     h = torch.tensor([[1.0, 1e4], [1.0, -1e4], [1.0, 0.0]], requires_grad=True)
     w = torch.stack([torch.arange(11.0) - 5, torch.ones(11)], dim=1)
     targets = torch.tensor([3, 3, 3])
-    scores = compute_log_probs(h, w, targets, WHOLE, chunk_bytes=BUDGETS[1], with_entropy=True)
+    scores = compute_log_probs(h, w, targets, FULL_VOCAB, chunk_bytes=BUDGETS[1], with_entropy=True)
     expected = reference(torch.tensor([[1.0, 0.0]]).double(), w.double(), targets[:1])
     torch.testing.assert_close(scores.log_probs.double(), expected[0].expand(3))
     torch.testing.assert_close(scores.entropy.double(), expected[1].expand(3))
     w[10, 0] = 300.0  # all the others have a probability that float32 does not have
-    sure = compute_log_probs(h, w, torch.tensor([10, 10, 10]), WHOLE, with_entropy=True)
+    sure = compute_log_probs(h, w, torch.tensor([10, 10, 10]), FULL_VOCAB, with_entropy=True)
     assert sure.log_probs.tolist() == sure.entropy.tolist() == [0.0, 0.0, 0.0]
 
 
@@ -168,13 +172,13 @@ def test_bfloat16_inputs_are_summed_in_float32(chunk_bytes):
     targets[:] = 7
     shard = VocabShard(0, 300, None)
     exact = [tensor.detach().double().requires_grad_() for tensor in (h, w)]
-    wanted = reference(*exact, targets, vocab=300)
+    expected = reference(*exact, targets, vocab=300)
     scores = compute_log_probs(h, w, targets, shard, chunk_bytes=chunk_bytes, with_entropy=True)
     assert scores.log_probs.dtype == scores.entropy.dtype == torch.float32
-    torch.testing.assert_close(scores.log_probs.double(), wanted[0], rtol=1e-6, atol=2e-5)
-    torch.testing.assert_close(scores.entropy.double(), wanted[1], rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(scores.log_probs.double(), expected[0], rtol=1e-6, atol=2e-5)
+    torch.testing.assert_close(scores.entropy.double(), expected[1], rtol=1e-6, atol=2e-5)
     grads = torch.autograd.grad((scores.log_probs + scores.entropy).sum(), (h, w))
-    exact_grads = torch.autograd.grad(sum(wanted).sum(), exact)
+    exact_grads = torch.autograd.grad(sum(expected).sum(), exact)
     for grad, exact_grad in zip(grads, exact_grads, strict=True):
         assert grad.dtype == torch.bfloat16
         error = (grad.double() - exact_grad).norm() / exact_grad.norm()

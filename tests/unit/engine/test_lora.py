@@ -85,7 +85,7 @@ def adapters(model: Layers) -> tuple[Adapter, Adapter]:
     return fc1, fc2
 
 
-def by_hand(model: Layers, x: torch.Tensor) -> torch.Tensor:
+def run_merged(model: Layers, x: torch.Tensor) -> torch.Tensor:
     """The forward pass with alpha / rank = 3 and weights merged in plain torch."""
     fc1, fc2 = adapters(model)
     up = model.mlp.linear_fc1.weight + 3 * fc1.B @ fc1.A
@@ -100,21 +100,21 @@ def gradients(model: Layers, output: torch.Tensor) -> list[torch.Tensor]:
 
 def test_forward_and_gradients_are_those_of_merged_weights(model):
     x = torch.randn(5, 4)
-    torch.testing.assert_close(model(x), by_hand(model, x))
-    wanted = gradients(model, by_hand(model, x))
-    for found, other in zip(gradients(model, model(x)), wanted, strict=True):
-        torch.testing.assert_close(found, other)
+    torch.testing.assert_close(model(x), run_merged(model, x))
+    expected_gradients = gradients(model, run_merged(model, x))
+    for actual, expected in zip(gradients(model, model(x)), expected_gradients, strict=True):
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputed_layers_give_the_same_gradients(model, use_reentrant):
     x = torch.randn(5, 4, requires_grad=True)
-    wanted = gradients(model, model(x))
+    expected = gradients(model, model(x))
     model.zero_grad()
     output = checkpoint(model, x, use_reentrant=use_reentrant)
     output.square().sum().backward()
-    found = [p.grad for adapter in adapters(model) for p in adapter.parameters()]
-    assert all(map(torch.equal, found, wanted))
+    actual = [p.grad for adapter in adapters(model) for p in adapter.parameters()]
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_only_factors_require_gradients_and_names_stay(model):
@@ -128,7 +128,7 @@ def test_gradients_of_merged_weights_are_not_added_to_a_buffer_that_they_lack(mo
     assert not hasattr(model.decoder.layers[0].mlp.linear_fc1, "fuse_wgrad_accumulation")
 
 
-def test_formed_weights_are_not_kept_for_the_backward_pass(model):
+def test_formed_weights_are_not_stored_for_the_backward_pass(model):
     formed: list[Any] = []
     for adapter in adapters(model):
         adapter.register_forward_hook(lambda *call: formed.append(weakref.ref(call[-1])))
@@ -186,11 +186,13 @@ def test_a_rank_starts_from_its_columns_of_the_whole_factor():
     mesh = Mesh(Layout(tp=2))
     weight = Weight(FC2, Split(DOWN, 1), "tp", layer=0)
     parts = [
-        Adapter(torch.zeros(4, 3), FactorShard.build(weight, Shard(r, 2), at, 1), CONFIG, seed=0).A
-        for r, at in enumerate(mesh.get_coordinate(rank) for rank in (0, 1))
+        Adapter(
+            torch.zeros(4, 3), FactorShard.build(weight, Shard(r, 2), coordinate, 1), CONFIG, seed=0
+        ).A
+        for r, coordinate in enumerate(mesh.get_coordinate(rank) for rank in (0, 1))
     ]
-    whole = initialize_factor(FC2.format(layer=0), 0, CONFIG.rank, 6)
-    assert torch.equal(torch.cat(parts, dim=1), whole)
+    full = initialize_factor(FC2.format(layer=0), 0, CONFIG.rank, 6)
+    assert torch.equal(torch.cat(parts, dim=1), full)
 
 
 def test_rows_of_a_factor_are_saved_as_rows_of_hugging_face_tensors():
@@ -203,8 +205,8 @@ def test_rows_of_a_factor_are_saved_as_rows_of_hugging_face_tensors():
     assert a.key == "lora.decoder.layers.0.mlp.linear_fc1.weight.A"
     assert a.replica_id == (1, 0) and a.global_shape == (2, 5)  # a copy of tp_rank 0's
     shards: list[ShardedTensor] = b.build()
-    found = [(s.key.rpartition(".")[2], s.global_offset, s.global_shape) for s in shards]
-    assert found == [
+    actual = [(s.key.rpartition(".")[2], s.global_offset, s.global_shape) for s in shards]
+    assert actual == [
         ("q", (4, 0), (8, 2)),
         ("k", (2, 0), (4, 2)),
         ("v", (2, 0), (4, 2)),

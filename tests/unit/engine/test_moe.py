@@ -49,8 +49,8 @@ def test_what_a_router_chose_is_taken_by_another():
     probs, taken = routed(second, replay)
     assert torch.equal(taken, chosen)
     assert not torch.equal(taken, routed(second, None)[1])
-    wanted = torch.zeros_like(second).scatter(1, recorded, second.gather(1, recorded).softmax(-1))
-    assert torch.equal(probs, wanted)
+    expected = torch.zeros_like(second).scatter(1, recorded, second.gather(1, recorded).softmax(-1))
+    assert torch.equal(probs, expected)
 
 
 def test_recomputed_layers_take_their_targets_in_the_order_of_the_forward_passes():
@@ -144,7 +144,7 @@ def test_a_column_that_does_not_fit_is_refused(values, lengths, message):
         validate_experts(column(values, lengths), LAYERS, 8, 2)
 
 
-def test_an_expert_named_twice_is_told_by_layer_token_and_row():
+def test_an_expert_named_twice_is_reported_by_layer_token_and_row():
     values = valid()
     values[4, 1] = 6
     with pytest.raises(RuntimeError, match=r"twice: in layer 3, token 1 of row 1 of the batch"):
@@ -153,9 +153,9 @@ def test_an_expert_named_twice_is_told_by_layer_token_and_row():
 
 def test_the_experts_of_a_pipeline_rank_go_before_those_of_the_model():
     batch = column(valid())
-    own = Jagged(valid()[:, :1].astype(np.uint8), batch.jagged("routed_experts").offsets)
-    batch = batch.with_columns(stage_routed_experts=own)
-    assert np.array_equal(validate_experts(batch, [5], 8, 2), own.values)
+    local = Jagged(valid()[:, :1].astype(np.uint8), batch.jagged("routed_experts").offsets)
+    batch = batch.with_columns(stage_routed_experts=local)
+    assert np.array_equal(validate_experts(batch, [5], 8, 2), local.values)
     with pytest.raises(RuntimeError, match=r"'stage_routed_experts' has uint8 \(1, 2\) per token"):
         validate_experts(batch, LAYERS, 8, 2)
 

@@ -30,11 +30,11 @@ def rates(settings: OptimizerConfig, total_steps: int, num: int) -> list[float]:
     weights = [torch.nn.Parameter(torch.zeros(1))]
     groups = torch.optim.AdamW(weights, lr=settings.lr)
     schedule = build_schedule(groups, settings, total_steps)
-    found = []
+    lrs = []
     for _ in range(num):
         schedule.step(increment=1)
-        found.append(groups.param_groups[0]["lr"])
-    return found
+        lrs.append(groups.param_groups[0]["lr"])
+    return lrs
 
 
 @pytest.mark.parametrize("schedule", TABLE)

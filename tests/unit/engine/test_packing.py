@@ -73,13 +73,13 @@ def test_tokens_further_ahead_are_predicted_from_their_own_sequence(cp):
     for depth, pairs in enumerate(
         ([(5, 1), (6, 2), (1, 3), (9, 11), (10, 12)], [(5, 2), (6, 3), (8, 11), (9, 12)])
     ):
-        found = []
+        actual = []
         for micro in micros:
             ahead = micro.mtp_targets[depth]
             states = micro.input_ids[0, ahead.hidden_rows].tolist()
-            found += zip(states, ahead.targets.tolist(), strict=True)
+            actual += zip(states, ahead.targets.tolist(), strict=True)
             assert ahead.loss_weights.tolist() == pytest.approx(ahead.targets / 10)
-        assert sorted(found) == sorted(pairs)
+        assert sorted(actual) == sorted(pairs)
 
 
 def test_the_tail_is_padded_behind_the_last_sequence():
@@ -129,7 +129,7 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
     held = torch.cat([micro.input_ids[0] for micro in micros])
     assert sorted(held[held > 0].tolist()) == list(range(1, sum(map(sum, lengths)) + 1))
     assert sum(micro.num_tokens for micro in micros) == sum(map(sum, lengths))
-    wanted = [token for row in micros[0].rows for token in responses[row]]
+    expected = [token for row in micros[0].rows for token in responses[row]]
     before = {t: u for p, r in zip(prompts, responses, strict=True) for u, t in pairwise([*p, *r])}
     places = []
     for micro in micros:
@@ -138,12 +138,12 @@ def test_the_ranks_of_any_split_hold_each_token_and_score_each_response_once(len
         assert micro.starts.diff().tolist() == list(micro.lengths)
         assert all(n % (2 * cp) == 0 for n in micro.lengths if cp > 1)
         assert micro.targets.tolist() == [
-            wanted[place] for place in micro.response_indices.tolist()
+            expected[place] for place in micro.response_indices.tolist()
         ]
         scoring = micro.input_ids[0, micro.hidden_rows].tolist()
         assert scoring == [before[target] for target in micro.targets.tolist()]
         places += micro.response_indices.tolist()
-    assert sorted(places) == list(range(len(wanted)))
+    assert sorted(places) == list(range(len(expected)))
 
 
 @pytest.mark.parametrize("split", [PackSplit(tp=2), PackSplit(tp=2, cp=2), PackSplit(tp=4, cp=3)])
@@ -211,8 +211,8 @@ def test_a_column_that_does_not_run_along_the_responses_is_named():
 def test_experts_of_any_stage_run_along_prompts_too_and_are_in_no_pack():
     lengths = batch().num_tokens
     ids = Jagged.pack([np.zeros((length, 2, 2)) for length in lengths], np.uint8)
-    own = batch().with_columns(**{"stage_routed_experts": ids, "stage_routed_experts/1,2": ids})
-    [micro] = pack_samples(own, [[0, 1, 2]], PackSplit(), CPU)
+    samples = batch().with_columns(**{"stage_routed_experts": ids, "stage_routed_experts/1,2": ids})
+    [micro] = pack_samples(samples, [[0, 1, 2]], PackSplit(), CPU)
     assert "advantages" in micro.columns
     assert not [name for name in micro.columns if "experts" in name]
 
@@ -230,7 +230,7 @@ def test_a_pack_can_be_padded_further_and_knows_its_tokens(split):
     sizes = compute_pack_sizes(samples, parts, split)
     plain = pack_samples(samples, parts, split, CPU)
     wider = pack_samples(samples, parts, split, CPU, [size + split.pack_multiple for size in sizes])
-    whole = np.concatenate([np.concatenate(pair) for pair in zip(*rows_of(samples), strict=True)])
+    tokens = np.concatenate([np.concatenate(pair) for pair in zip(*rows_of(samples), strict=True)])
     for size, short, long in zip(sizes, plain, wider, strict=True):
         assert short.input_ids.shape[1] * split.cp == size
         assert (long.input_ids.shape[1] - short.input_ids.shape[1]) * split.cp == (
@@ -241,7 +241,7 @@ def test_a_pack_can_be_padded_further_and_knows_its_tokens(split):
             assert int(real.sum()) == micro.num_tokens
             assert (
                 micro.input_ids[0, real].tolist()
-                == whole[micro.token_indices[real].numpy()].tolist()
+                == tokens[micro.token_indices[real].numpy()].tolist()
             )
 
 

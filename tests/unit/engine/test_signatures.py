@@ -23,7 +23,7 @@ import record_transformer_engine as recorded
 
 RECORD = json.loads(recorded.RECORD.read_text())
 MODULES = RECORD["modules"]
-FILES = {file: ast.parse(file.read_text()) for file in recorded.megatron_files()}
+FILES = {file: ast.parse(file.read_text()) for file in recorded.list_megatron_files()}
 EXTENSION = next(tree for file, tree in FILES.items() if file.match("extensions/transformer_e*.py"))
 # What Megatron-core asks for under `try`, or of older releases only, and does without.
 MISSING = {
@@ -39,11 +39,11 @@ def test_the_record_is_of_the_pinned_release():
 
 
 def test_all_that_megatron_imports_is_there():
-    wanted = set[tuple[str, str]]()
+    used_names = set[tuple[str, str]]()
     for tree in FILES.values():
-        wanted |= recorded.reached_for(tree)
+        used_names |= recorded.list_used_names(tree)
     missing: dict[str, set[str]] = {}
-    for module, name in wanted:
+    for module, name in used_names:
         if name not in MODULES.get(module, {}):
             missing.setdefault(module, set()).add(name)
     assert missing == MISSING
@@ -58,20 +58,20 @@ def keywords(call: ast.Call) -> set[str]:
 
 def wrappers() -> list[tuple[str, str, ast.Call]]:
     """(class of Megatron, class of Transformer Engine, the call of its __init__)."""
-    found = []
+    calls = []
     for node in ast.walk(EXTENSION):
         if not isinstance(node, ast.ClassDef):
             continue
         base = ast.unparse(node.bases[0]) if node.bases else ""
         if base.startswith("te.pytorch.") and base.count(".") == 2:
-            found += [
+            calls += [
                 (node.name, base.rpartition(".")[2], call)
                 for call in ast.walk(node)
                 if isinstance(call, ast.Call)
                 and ast.unparse(call.func) == "super().__init__"
                 and keywords(call)  # or they are handed on
             ]
-    return found
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_the_layers_that_this_engine_builds_are_among_them():
 
 
 @pytest.mark.parametrize("wrapper", sorted(LINEARS))
-def test_linears_add_weight_gradients_in_place_and_are_not_told_the_first_micro_batch(wrapper):
+def test_linears_add_weight_gradients_in_place_and_do_not_get_the_first_micro_batch(wrapper):
     """What fuse_weight_gradients and disable_parameter_transpose_cache count on."""
     base = next(base for name, base, _ in wrappers() if name == wrapper)
     assert "fuse_wgrad_accumulation" in MODULES["transformer_engine.pytorch"][base]
@@ -135,9 +135,9 @@ def inference_imports() -> list[tuple[str, str]]:
 def test_all_that_inference_imports_of_vllm_is_there_on_both_lanes():
     """Read and not imported: the pinned builds of both lanes have the same Python source."""
     spec = importlib.util.find_spec("vllm")
-    source, wanted = recorded.Source(Path(spec.origin).parents[1]), inference_imports()
-    assert len(wanted) > 15
-    for module, name in wanted:
+    source, used_names = recorded.Source(Path(spec.origin).parents[1]), inference_imports()
+    assert len(used_names) > 15
+    for module, name in used_names:
         source.find(module, name)
     with pytest.raises(KeyError):  # of vLLM 0.26
         source.find("vllm.model_executor.model_loader.reload.meta", "trainer_send_weights")

@@ -74,15 +74,15 @@ def test_stock_calls_load_a_converted_model(name, tmp_path):
         check(dict(model.named_parameters()), expected.state_dict(), MODELS[name])
 
 
-def check(found, expected, config):
+def check(actual, expected, config):
     embedding = expected["model.embed_tokens.weight"]
-    assert torch.equal(found["embedding.word_embeddings.weight"], embedding)
+    assert torch.equal(actual["embedding.word_embeddings.weight"], embedding)
     num_experts = getattr(config, "num_experts", 0)
     for layer in range(config.num_hidden_layers):
-        mine, theirs = f"decoder.layers.{layer}.", f"model.layers.{layer}."
+        prefix, hf_prefix = f"decoder.layers.{layer}.", f"model.layers.{layer}."
         for name, other in (ALIKE if num_experts else ALIKE | DENSE).items():
-            assert torch.equal(found[mine + name], expected[theirs + other])
+            assert torch.equal(actual[prefix + name], expected[hf_prefix + other])
         for expert in range(num_experts):
             for name, other in (("linear_fc1", "gate_up_proj"), ("linear_fc2", "down_proj")):
-                weight = expected[f"{theirs}mlp.experts.{other}"][expert]
-                assert torch.equal(found[f"{mine}mlp.experts.{name}.weight{expert}"], weight)
+                weight = expected[f"{hf_prefix}mlp.experts.{other}"][expert]
+                assert torch.equal(actual[f"{prefix}mlp.experts.{name}.weight{expert}"], weight)

@@ -23,8 +23,8 @@ def test_ranks_that_share_a_model_get_the_same_samples():
             Dispatch.DP_COMPUTE_WITH_FUNC,
             Dispatch.MEGATRON_PP_AS_DP,
         ), name
-        wanted = Dispatch.MINI_BATCHES if name == "update" else Dispatch.MEGATRON_COMPUTE
-        assert name not in takes_batches or registration.dispatch_mode is wanted
+        expected = Dispatch.MINI_BATCHES if name == "update" else Dispatch.MEGATRON_COMPUTE
+        assert name not in takes_batches or registration.dispatch_mode is expected
 
 
 class Engine:

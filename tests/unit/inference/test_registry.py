@@ -160,8 +160,8 @@ CONFIG = transformers.Qwen3Config(
 def test_vllm_checks_the_model_and_a_server_of_a_file_takes_any(
     tmp_path, backend, settings, message
 ):
-    own = write_backend(tmp_path, f"{ALL}, tensor_parallel=True, data_parallel=True")
-    config = RolloutConfig(backend=backend.format(file=own), **settings)
+    path = write_backend(tmp_path, f"{ALL}, tensor_parallel=True, data_parallel=True")
+    config = RolloutConfig(backend=backend.format(file=path), **settings)
     server_class = load_server_class(config, "k")
     if message and backend == "vllm":
         with pytest.raises(ConfigError, match=re.escape(message)):

@@ -26,7 +26,7 @@ _CLASSES = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}
 
 
 @pytest.fixture(scope="module")
-def in_vllm():
+def vllm_worker():
     """The groups of a worker; attention gets a backend, which has no parameters of its own."""
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.distributed import (
@@ -52,7 +52,7 @@ def in_vllm():
 
 
 @pytest.mark.parametrize("name", all_but(["deepseek_v32"], _CLASSES))
-def test_the_rules_are_what_vllms_loader_puts_into_its_model(in_vllm, name, tmp_path):
+def test_the_rules_are_what_vllms_loader_puts_into_its_model(vllm_worker, name, tmp_path):
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.model_loader.utils import initialize_model
     from vllm.utils.torch_utils import set_default_torch_dtype

@@ -60,8 +60,8 @@ def test_norms_are_those_of_plain_torch(size, dtype):
     _check(result, expected, dtype)
     result, expected, chosen = _run_norm("fused_add_rms_norm", x, residual, weight)
     assert chosen
-    for actual, wanted in zip(result, expected, strict=True):
-        _check(actual, wanted, dtype)
+    for actual, reference in zip(result, expected, strict=True):
+        _check(actual, reference, dtype)
 
 
 def test_norm_of_heads_cut_out_of_a_wider_row():
@@ -105,8 +105,8 @@ def test_rotation_is_that_of_plain_torch(head, rotated, neox):
     threed = rotary(positions, query.clone().view(37, 4, head), key.clone().view(37, 2, head))
     alone, nothing = rotary(positions, query.clone())
     result = rotary(positions, query, key)  # in place, in rows that hold more than it
-    for actual, wanted, actual_3d in zip(result, expected, threed, strict=True):
-        _check(actual, wanted, torch.float32)
-        _check(actual_3d.flatten(1), wanted, torch.float32)
+    for actual, reference, actual_3d in zip(result, expected, threed, strict=True):
+        _check(actual, reference, torch.float32)
+        _check(actual_3d.flatten(1), reference, torch.float32)
     _check(alone, expected[0], torch.float32)
     assert nothing is None

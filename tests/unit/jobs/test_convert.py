@@ -24,7 +24,7 @@ from mcore_rl.jobs.convert.plan import Resources, format_bytes, parse_bytes
 from mcore_rl.jobs.convert.run import Conversion, run
 from mcore_rl.jobs.failure import RunFailed
 from tests.nightly import nightly
-from tests.small_disk import on_small_disk
+from tests.small_disk import build_small_disk_command
 
 # A module that processes can import by name; with importlib mode this file is none.
 UNITS = """
@@ -284,7 +284,9 @@ print(finished, sorted(os.listdir({str(tmp_path / "disk/out")!r})))
     plan = Conversion(disk / "out", {}, all_units, units.finish)
     (tmp_path / "plan").write_bytes(pickle.dumps(plan))
     (tmp_path / "script.py").write_text(script)
-    command = on_small_disk(disk, "8m,nr_inodes=7", [sys.executable, tmp_path / "script.py"])
+    command = build_small_disk_command(
+        disk, "8m,nr_inodes=7", [sys.executable, tmp_path / "script.py"]
+    )
     done = subprocess.run(command, capture_output=True, text=True)
     first, second = done.stdout.splitlines()
     assert first == f"no space left in {disk}; run the same command again to continue"

@@ -295,7 +295,7 @@ def test_a_run_that_needs_more_nodes_is_refused_without_a_plan(place, monkeypatc
     assert "--num-nodes=2: the run takes 3 nodes of 2 GPUs" in err
 
 
-def test_a_run_that_does_not_fit_its_gpus_is_refused_unless_told_to_go_on(
+def test_a_run_that_does_not_fit_its_gpus_is_refused_unless_a_setting_allows_it(
     place, monkeypatch, capfd
 ):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "--hardware=1.5")
@@ -308,7 +308,7 @@ def test_a_run_that_does_not_fit_its_gpus_is_refused_unless_told_to_go_on(
     assert (status, out.startswith("memory: fits, ")) == (0, True), err
 
 
-def test_a_supervised_job_that_does_not_fit_is_refused_unless_told_to_go_on(
+def test_a_supervised_job_that_does_not_fit_is_refused_unless_a_setting_allows_it(
     place, monkeypatch, capfd
 ):
     chat = [{"role": "user", "content": "5 + 8"}, {"role": "assistant", "content": "3"}]

@@ -26,7 +26,7 @@ from mcore_rl.data.publishers import PUBLISHERS
 from mcore_rl.data.rows import RowColumn, read_preference_rows
 from mcore_rl.examples.tasks import tiny_model
 from mcore_rl.rewards.registry import get_reward
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 GSM8K = [
     {"question": "Natalia sold 48 clips in April, and half as many in May. How many in all?",
@@ -355,7 +355,7 @@ EXAMPLES = [f"mcore-rl data {name} {rows.example}" for name, rows in PUBLISHERS.
 
 
 @pytest.mark.parametrize(
-    "text", ["mcore-rl data --help", *(c.text for c in of_kind("data")), *EXAMPLES]
+    "text", ["mcore-rl data --help", *(c.text for c in select_commands("data")), *EXAMPLES]
 )
 def test_every_command_of_the_pages_and_of_the_help_works(monkeypatch, capsys, tmp_path, text):
     monkeypatch.chdir(tmp_path)

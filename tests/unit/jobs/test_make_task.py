@@ -40,8 +40,8 @@ def test_a_task_of_several_turns_is_what_its_recipe_trains_on(monkeypatch, capsy
     status, _, err = run(monkeypatch, capsys, name, "--output", "made")
     assert (status, err) == (0, "")
     task = compose_config(RLConfig, [f"recipe={name}"]).task
-    wanted = TASKS[task.name](tmp_path / "wanted", 0, task.worked_share)
-    for file in (wanted.train_file, wanted.test_file, wanted.warm_start_file):
+    expected = TASKS[task.name](tmp_path / "expected", 0, task.worked_share)
+    for file in (expected.train_file, expected.test_file, expected.warm_start_file):
         assert (tmp_path / "made" / file.name).read_bytes() == file.read_bytes()
 
 

@@ -32,7 +32,7 @@ from mcore_rl.jobs.output import (
 )
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.metrics import read_metrics
-from tests.small_disk import on_small_disk
+from tests.small_disk import build_small_disk_command
 
 HOLDER = """
 import sys, time
@@ -194,7 +194,9 @@ def test_full_disk_is_reported_without_a_traceback(tmp_path: Path):
     disk = tmp_path / "disk"
     disk.mkdir()
     command = [sys.executable, tmp_path / "script.py", disk]
-    done = subprocess.run(on_small_disk(disk, "4m", command), capture_output=True, text=True)
+    done = subprocess.run(
+        build_small_disk_command(disk, "4m", command), capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     *_, metrics, rows, cause = done.stdout.splitlines()
     assert metrics.startswith("training, step ")

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from tests.terminal import Screen, on_terminal, seen_on_terminal
+from tests.terminal import Screen, read_terminal, run_on_terminal
 
 WIDTHS = (80, 140)
 RUN = """
@@ -44,7 +44,7 @@ print_before_after("Held out", [("reward", None, MeanWithError(0.5, 0.1, False))
 
 @pytest.mark.parametrize("columns", WIDTHS)
 def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(columns):
-    status, lines = seen_on_terminal([sys.executable, "-c", RUN], columns)
+    status, lines = read_terminal([sys.executable, "-c", RUN], columns)
     assert status == 0, lines
     expected = ["1 node", "starting: S s"]
     for step in range(1, 21):
@@ -67,7 +67,7 @@ from mcore_rl.observability.console import StepProgress, show_line
 with StepProgress("training", 1):
     show_line("the run in {path} has ended")
 """
-    status, sent = on_terminal([sys.executable, "-c", program])
+    status, sent = run_on_terminal([sys.executable, "-c", program])
     assert status == 0 and path in sent
 
 
@@ -82,7 +82,7 @@ with StepProgress("training", 1) as progress:
     {HOSTILE}
     progress.update(1, "reward 1.0")
 """
-    _, lines = seen_on_terminal([sys.executable, "-c", program], columns)
+    _, lines = read_terminal([sys.executable, "-c", program], columns)
     assert lines[0] == r"step 1: sample \x1b[2J\x1b[31mred\x07\u202e"
     assert len(lines) == 3
 
@@ -101,7 +101,7 @@ PLAIN = ["starting ...", "starting: 0.0 s", "training 1/2  reward 1.0", "trainin
 
 
 def test_a_terminal_that_cannot_redraw_gets_a_line_for_each_step():
-    _, lines = seen_on_terminal([sys.executable, "-c", STEPS], 80, {"TERM": "dumb"})
+    _, lines = read_terminal([sys.executable, "-c", STEPS], 80, {"TERM": "dumb"})
     assert [line for line in lines if "warning" not in line] == PLAIN
 
 
@@ -118,7 +118,7 @@ def test_a_file_gets_plain_lines_where_colours_are_forced():
 def test_warnings_reach_a_file_beside_a_live_display(tmp_path):
     file = tmp_path / "warnings"
     program = f"import sys; sys.stderr = open({str(file)!r}, 'w')\n{STEPS}"
-    _, lines = seen_on_terminal([sys.executable, "-c", program], 80)
+    _, lines = read_terminal([sys.executable, "-c", program], 80)
     assert file.read_text() == "warning 1\nwarning 2\n"
     assert not any("warning" in line for line in lines)
 

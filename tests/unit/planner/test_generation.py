@@ -55,12 +55,12 @@ def test_decode_reads_the_experts_that_tokens_choose() -> None:
     """Read 8 of 128 experts for one token, and all for many tokens."""
     server = build_server("Qwen3-30B-A3B", tp=1)
     expert_bytes = 2 * 48 * 128 * 3 * 2048 * 768
-    one, many = (server.predict_pass(n, 1, 0)[0] for n in (1, 512))
+    single, many = (server.predict_pass(n, 1, 0)[0] for n in (1, 512))
     dense_bytes = 2 * (server.work.parameters - server.work.embedding_parameters) - expert_bytes
-    assert one - SCHEDULER_S == pytest.approx(
+    assert single - SCHEDULER_S == pytest.approx(
         (dense_bytes + expert_bytes * 8 / 128) / H100.memory_rate, rel=0.02
     )
-    assert many - one > 0.9 * expert_bytes * 120 / 128 / H100.memory_rate
+    assert many - single > 0.9 * expert_bytes * 120 / 128 / H100.memory_rate
 
 
 def test_equal_responses_take_their_length_in_passes() -> None:

@@ -156,8 +156,8 @@ def test_gpus_have_contexts_and_communicators_of_all_processes_on_them():
     # tp, data-parallel ranks, and all ranks
     assert count_nccl_bytes(Layout(tp=2, dp=4)) == NCCL_PAIR_BYTES + 2 * NCCL_GROUP_BYTES
     # data-parallel and all ranks; experts are on every rank, and tokens go to 7 others
-    whole = count_nccl_bytes(Layout(dp=8, ep=8))
-    assert whole == 2 * NCCL_GROUP_BYTES + NCCL_EXCHANGE_BYTES
+    nccl_bytes = count_nccl_bytes(Layout(dp=8, ep=8))
+    assert nccl_bytes == 2 * NCCL_GROUP_BYTES + NCCL_EXCHANGE_BYTES
     plan = plan_memory(build_config(Layout(tp=2)), read_model("Qwen3-8B"), Conditions())
     update = get_moments(plan)["actor: update"]
     assert update.kinds["CUDA contexts"] == 2 * CONTEXT_BYTES  # the trainer's and the server's
@@ -343,9 +343,9 @@ def test_fsdp_with_cpu_offload_has_weights_gradients_and_adam_on_the_host():
 def test_every_kind_of_a_plan_has_a_column():
     columns = {kind for kinds in COLUMNS.values() for kind in kinds}
     shared = build_config(Layout(dp=8), backend="fsdp")
-    own = build_config(Layout(ep=8, dp=8), indexer_replay="record")
-    own.placement.rollout = "own"
-    for config, name in ((shared, "Qwen3-8B"), (own, "DeepSeek-V3.2")):
+    separate = build_config(Layout(ep=8, dp=8), indexer_replay="record")
+    separate.placement.rollout = "own"
+    for config, name in ((shared, "Qwen3-8B"), (separate, "DeepSeek-V3.2")):
         moments = plan_memory(config, read_model(name), Conditions()).moments
         assert {kind for moment in moments for kind in moment.kinds} <= columns
 

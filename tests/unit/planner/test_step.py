@@ -33,7 +33,7 @@ from mcore_rl.planner.layout import (
 from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import Load, TrainingModel
-from tests.pages import Command, of_kind
+from tests.pages import Command, select_commands
 from tests.published_runs import (
     FOLDER,
     RUNS,
@@ -380,7 +380,7 @@ def test_plan_layout_writes_a_recipe_that_a_run_accepts(
     assert resolved.actor.layout.world_size <= 256
 
 
-@pytest.mark.parametrize("command", of_kind("planner"), ids=str)
+@pytest.mark.parametrize("command", select_commands("planner"), ids=str)
 def test_commands_of_the_pages_run(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

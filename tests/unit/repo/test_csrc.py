@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from tests.nightly import nightly
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 NVCC = shutil.which("nvcc")
@@ -26,9 +26,11 @@ def build(root: Path, folder: Path, **environment: str) -> subprocess.CompletedP
     """Run setup.py in `root`, into `folder`."""
     command = [sys.executable, "setup.py", "-q", "build_ext"]
     command += ["--build-lib", str(folder / "lib"), "--build-temp", str(folder / "objects")]
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MCORE_RL_", "CUDA_HOME"))}
+    variables = {
+        k: v for k, v in os.environ.items() if not k.startswith(("MCORE_RL_", "CUDA_HOME"))
+    }
     return subprocess.run(
-        command, cwd=root, env=kept | environment, capture_output=True, text=True, check=False
+        command, cwd=root, env=variables | environment, capture_output=True, text=True, check=False
     )
 
 
@@ -50,12 +52,12 @@ def test_the_bindings_are_short() -> None:
 
 
 def test_no_torch_is_compiled_in() -> None:
-    found = [
+    paths = [
         path
         for path in (ROOT / "csrc").rglob("*")
         if path.is_file() and re.search(r"#include\s*[<\"](torch|ATen|c10)/", path.read_text())
     ]
-    assert found == []
+    assert paths == []
 
 
 def test_a_failed_compile_ends_the_build_with_the_compilers_message(tmp_path: Path) -> None:
@@ -65,7 +67,7 @@ def test_a_failed_compile_ends_the_build_with_the_compilers_message(tmp_path: Pa
     assert "reshard/box.h: No such file" in result.stderr
 
 
-def test_cuda_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) -> None:
+def test_requested_cuda_that_is_missing_is_an_error(tmp_path: Path) -> None:
     root = a_copy(tmp_path / "root", "no_cuda.cpp")
     result = build(root, tmp_path, MCORE_RL_CUDA="1", CUDA_HOME=str(tmp_path))
     assert result.returncode != 0
@@ -78,7 +80,7 @@ def test_cuda_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("environment", "said"),
+    ("environment", "message"),
     [
         ({"MCORE_RL_CUDA": "0"}, "without CUDA, as asked for"),
         ({"MCORE_RL_LANE": "cpu"}, "without CUDA, as asked for"),
@@ -86,12 +88,12 @@ def test_cuda_that_was_asked_for_and_is_not_there_is_an_error(tmp_path: Path) ->
     ],
 )
 def test_a_build_without_cuda_says_so_in_one_line(
-    environment: dict[str, str], said: str, tmp_path: Path
+    environment: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     root = a_copy(tmp_path / "root", "portable.h")  # nothing to compile
     result = build(root, tmp_path, **environment)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [f"mcore_rl._csrc: {said}"]
+    assert result.stdout.splitlines() == [f"mcore_rl._csrc: {message}"]
 
 
 USE = """
@@ -131,7 +133,7 @@ def test_kernels_compile_for_gpus_without_spills_and_load_without_any(
     assert result.returncode == 0, result.stderr
     for architecture in architectures:
         assert result.stdout.count(f"for 'sm_{architecture}'") >= 5, result.stdout
-    kernels = [found for found in KERNEL.findall(result.stdout) if "kernel" in found[0]]
+    kernels = [fields for fields in KERNEL.findall(result.stdout) if "kernel" in fields[0]]
     # Copies and casts, quantisations, checksums.
     assert len(kernels) == len(architectures) * (3 + 2 + 3)
     assert {frame for _, frame, _ in kernels} == {"0"}
@@ -169,7 +171,7 @@ def test_an_editable_install_puts_the_module_into_the_tree(tmp_path: Path) -> No
 
 
 def test_the_benchmark_of_the_page_compares_every_kernel():
-    [command] = of_kind("kernels")
+    [command] = select_commands("kernels")
     smaller = ["--device", "cpu", "--megabytes", "1"]
     done = subprocess.run(
         [sys.executable, *command.text.split()[1:], *smaller],
@@ -224,7 +226,7 @@ def kernels_benchmark() -> ModuleType:
         (12_080, 12_040, "not available in CUDA 12.8 (its driver: 12.4); needed: 12.8"),
     ],
 )
-def test_the_batch_copy_of_cuda_is_called_as_its_version_has_it_or_said_to_be_missing(
+def test_the_batch_copy_of_cuda_is_called_as_its_version_has_it_or_reported_missing(
     kernels_benchmark: ModuleType, tmp_path: Path, version: int, driver: int, reason: str
 ) -> None:
     """The runtime is a stand-in with CUDA's prototypes, which copies on the CPU."""

@@ -28,7 +28,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.examples.tasks.last_digit import split_problems
 from mcore_rl.reshard.layout import GenerationLayout
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
@@ -48,12 +48,12 @@ FILE_SUFFIXES = {".md", ".py", ".sh", ".toml", ".yaml"}
 
 def folders_of_package() -> set[str]:
     """mcore_rl/<room>/ of every folder with modules, and those that are links."""
-    found = {"benchmarks/", "examples/", "models/"}
+    folders = {"benchmarks/", "examples/", "models/"}
     for folder, names, files in os.walk(ROOT / "mcore_rl"):
         names[:] = [name for name in names if name != "__pycache__"]
         if any(name.endswith(".py") for name in files) and Path(folder) != ROOT / "mcore_rl":
-            found.add(f"{Path(folder).relative_to(ROOT)}/")
-    return found
+            folders.add(f"{Path(folder).relative_to(ROOT)}/")
+    return folders
 
 
 ROOMS = folders_of_package()
@@ -75,7 +75,7 @@ def test_the_architecture_page_has_a_line_for_each_room():
 
 def contract(start: str) -> dict[str, Any]:
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
-    return next(found for found in linter["contracts"] if found["name"].startswith(start))
+    return next(entry for entry in linter["contracts"] if entry["name"].startswith(start))
 
 
 def test_every_package_but_engine_has_its_engines_by_engine_base():
@@ -188,7 +188,7 @@ def test_every_command_has_settings_and_options_that_fit_together(page, monkeypa
         check_command(words, monkeypatch)
 
 
-@pytest.mark.parametrize("command", of_kind("prints") + of_kind("dry run"), ids=str)
+@pytest.mark.parametrize("command", select_commands("prints") + select_commands("dry run"), ids=str)
 def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
     command, monkeypatch, capsys, tmp_path
 ):
@@ -202,8 +202,8 @@ def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setattr(sys, "argv", shlex.split(command.text))
     assert main() == 0
-    told = capsys.readouterr()
-    assert (len(told.out) > 50, told.err) == (True, "")
+    captured = capsys.readouterr()
+    assert (len(captured.out) > 50, captured.err) == (True, "")
     assert sorted(os.listdir()) == ["examples", "mine.yaml"]
 
 
@@ -274,12 +274,12 @@ def test_the_tables_of_the_configuration_page_are_those_of_the_schema():
     shown = set(re.findall(r"^\| `([\w.]+)` \|", current, re.MULTILINE))
     sections = re.findall(r"^### `([\w.]+)`$(.*?)(?=^###|\Z)", current, re.MULTILINE | re.DOTALL)
     for group, section in sections:  # which says whose settings it has, or who else has them
-        for others in re.findall(r"^The same settings: (.*)\.$", section, re.MULTILINE):
-            for other in re.findall(r"`(.*?)`", others):
+        for listed in re.findall(r"^The same settings: (.*)\.$", section, re.MULTILINE):
+            for other in re.findall(r"`(.*?)`", listed):
                 shown |= {key.replace(group, other, 1) for key in shown if key.startswith(group)}
         for other in re.findall(r"^Has the settings of `(.*)`, and:$", section, re.MULTILINE):
-            own = {key for key in shown if re.fullmatch(rf"{other}\.\w+", key)}
-            shown |= {key.replace(other, group, 1) for key in own}
+            keys = {key for key in shown if re.fullmatch(rf"{other}\.\w+", key)}
+            shown |= {key.replace(other, group, 1) for key in keys}
     assert {*list_setting_names(RLConfig)} - shown == set()
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.nightly import all_but
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 NIGHTLY = """
@@ -64,20 +64,20 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(project: Path, *arguments: str) -> dict[str, set[str]]:
     """Tests that ran, as file::test, by worker."""
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", *arguments]
-    kept = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
+    variables = {name: value for name, value in os.environ.items() if "PYTEST" not in name}
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        command, cwd=project, env=kept | {"PYTHONPATH": path}, capture_output=True, text=True
+        command, cwd=project, env=variables | {"PYTHONPATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = defaultdict(set)
+    tests_by_worker = defaultdict(set)
     for line in done.stdout.splitlines():
         if " PASSED " in line and line.startswith("[gw"):
             worker, test = line.split()[0], line.split(" PASSED ")[1]
-            found[worker].add(test.partition("@")[0].strip().removeprefix("tests/"))
+            tests_by_worker[worker].add(test.partition("@")[0].strip().removeprefix("tests/"))
         elif " PASSED" in line:
-            found["here"].add(line.partition(" PASSED")[0].removeprefix("tests/"))
-    return found
+            tests_by_worker["here"].add(line.partition(" PASSED")[0].removeprefix("tests/"))
+    return tests_by_worker
 
 
 TWO_STEPS = "dist_cpu/test_moe.py::test_two_steps_equal_one_rank"
@@ -94,31 +94,33 @@ PAGE = {  # the commands of docs/testing.md, and what runs of the files above
 
 
 def test_the_page_has_these_commands():
-    assert [command.text for command in of_kind("tests")] == [*PAGE]
+    assert [command.text for command in select_commands("tests")] == [*PAGE]
 
 
-@pytest.mark.parametrize(("command", "wanted"), PAGE.items(), ids=[*PAGE])
-def test_a_command_of_the_page_runs_the_tests_that_it_says(project: Path, command, wanted) -> None:
+@pytest.mark.parametrize(("command", "expected"), PAGE.items(), ids=[*PAGE])
+def test_a_command_of_the_page_runs_the_tests_that_it_says(
+    project: Path, command, expected
+) -> None:
     few = ("-n", "0") if "-m" in command else ()  # workers take seconds to start
-    found = run(project, *shlex.split(command)[1:], *few)
-    assert set().union(*found.values()) == wanted
-    assert ".py" not in command or [*found] == ["here"]  # a single file runs without workers
+    actual = run(project, *shlex.split(command)[1:], *few)
+    assert set().union(*actual.values()) == expected
+    assert ".py" not in command or [*actual] == ["here"]  # a single file runs without workers
 
 
-def test_a_case_that_is_to_be_kept_and_is_none_is_an_error():
-    with pytest.raises(ValueError, match=r"^kept, but no case: .*gone"):
+def test_a_daily_case_that_is_no_case_is_an_error():
+    with pytest.raises(ValueError, match=r"^daily, but no case: .*gone"):
         all_but(("gone",), ("here",))
 
 
 def test_a_lane_is_in_one_worker_and_everything_runs_for_an_empty_m(project: Path) -> None:
-    found = run(project, "-n", "3", "-m", "")
-    assert len(set().union(*found.values())) == 11
+    tests_by_worker = run(project, "-n", "3", "-m", "")
+    assert len(set().union(*tests_by_worker.values())) == 11
     ranks = {f"dist_cpu/test_{name}.py" for name in ("b", "c", "moe")}
     lanes = [ranks, {"e2e/test_d.py"}, {"e2e/test_e.py"}]
     for lane in lanes:
         workers = [
             worker
-            for worker, tests in found.items()
+            for worker, tests in tests_by_worker.items()
             if lane & {test.partition("::")[0] for test in tests}
         ]
-        assert len(workers) == 1, found
+        assert len(workers) == 1, tests_by_worker

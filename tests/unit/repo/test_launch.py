@@ -16,7 +16,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.planner.pools import build_pool_plans, count_devices
-from tests.pages import of_kind
+from tests.pages import select_commands
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
@@ -50,9 +50,9 @@ TROUBLES = {
 }
 
 
-def asked(script: Path, option: str) -> str:
-    found = re.search(rf"^#SBATCH --{option}=(\S+)$", script.read_text(), re.MULTILINE)
-    return found[1] if found else ""
+def read_sbatch_option(script: Path, option: str) -> str:
+    match = re.search(rf"^#SBATCH --{option}=(\S+)$", script.read_text(), re.MULTILINE)
+    return match[1] if match else ""
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
@@ -67,15 +67,17 @@ def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     recipe = re.search(r"run_job recipe=(\w+)", script.read_text())
     assert recipe, script
     config = resolve_for_lane(compose_config(RLConfig, [f"recipe={recipe[1]}"]), "cpu")
-    devices = int(asked(script, "nodes")) * int(asked(script, "gpus-per-node") or 1)
+    devices = int(read_sbatch_option(script, "nodes")) * int(
+        read_sbatch_option(script, "gpus-per-node") or 1
+    )
     assert devices == count_devices(build_pool_plans(config))
     assert config.trainer.save_every or "trainer.save_every=" in script.read_text()
-    assert asked(script, "signal").startswith("B:USR1@")
+    assert read_sbatch_option(script, "signal").startswith("B:USR1@")
     assert "#SBATCH --requeue\n" in script.read_text()
 
 
 def test_a_dry_run_prints_every_command_and_starts_nothing():
-    (command,) = [c.text for c in of_kind("launch plan")]
+    (command,) = [c.text for c in select_commands("launch plan")]
     environment = os.environ | {"MCORE_RL_PYTHON": sys.executable, "SLURM_JOB_NODELIST": ""}
     done = subprocess.run(
         [*command.split(), "warm_start.num_steps=1", "warm_start.optimizer.warmup_steps=0"],
@@ -131,7 +133,7 @@ def test_a_model_on_half_of_its_gpus_is_refused_before_any_command_is_shown(tmp_
 
 
 @pytest.mark.parametrize(
-    ("script", "variables", "told"),
+    ("script", "variables", "message"),
     [
         ("run_tiny.sh", {}, "this is a job of SLURM's: sbatch "),
         ("hosts.sh", {}, "MCORE_RL_HOSTS names no host; set it to a list such as 'a1 a2'"),
@@ -143,8 +145,8 @@ def test_a_model_on_half_of_its_gpus_is_refused_before_any_command_is_shown(tmp_
         ("local.sh", {"MCORE_RL_IMAGE": "x.sif"}, "there is neither pyxis in srun nor apptainer"),
     ],
 )
-def test_a_script_that_cannot_start_says_what_it_needs(tmp_path, script, variables, told):
-    if "apptainer" in told and shutil.which("apptainer"):
+def test_a_script_that_cannot_start_says_what_it_needs(tmp_path, script, variables, message):
+    if "apptainer" in message and shutil.which("apptainer"):
         pytest.skip("apptainer is there")
     usual = {"PATH": "/usr/bin:/bin", "MCORE_RL_PYTHON": sys.executable}
     done = subprocess.run(
@@ -152,11 +154,11 @@ def test_a_script_that_cannot_start_says_what_it_needs(tmp_path, script, variabl
         env=usual | variables, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    assert done.stderr.startswith(f"{script}: ") and told in done.stderr
+    assert done.stderr.startswith(f"{script}: ") and message in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def of_library(script: str, folder: Path, **variables: str) -> str:
+def run_library(script: str, folder: Path, **variables: str) -> str:
     """What bash prints of it behind slurm_lib.sh, with a scontrol that tells how it was called."""
     scontrol = folder / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho ExcNodeList='(null)'\necho $* >>{folder}/calls\n")
@@ -170,9 +172,9 @@ def of_library(script: str, folder: Path, **variables: str) -> str:
 
 def test_a_task_of_an_array_queues_itself_again_and_not_the_others(tmp_path):
     script = f"nodes=(n1) logs={tmp_path}\nstart_again"
-    of_library(script, tmp_path, SLURM_JOB_ID="7")
+    run_library(script, tmp_path, SLURM_JOB_ID="7")
     task = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "3"}
-    of_library(script, tmp_path, **task)
+    run_library(script, tmp_path, **task)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert calls == ["show job 7", "requeue 7", "show job 9_3", "requeue 9_3"]
 
@@ -198,8 +200,8 @@ def test_a_script_finds_its_folder_by_the_number_of_an_array_too(tmp_path, scrip
 def test_a_job_that_is_queued_again_takes_other_ports(tmp_path):
     script = "read_settings\necho $port"
     job = {"SLURM_JOB_ID": "88", "SLURM_JOB_NODELIST": "n1"}
-    ports = [of_library(script, tmp_path, **job, SLURM_RESTART_COUNT=f"{n}") for n in range(88)]
-    assert ports[0] == of_library(script, tmp_path, **job) == "10000\n"
+    ports = [run_library(script, tmp_path, **job, SLURM_RESTART_COUNT=f"{n}") for n in range(88)]
+    assert ports[0] == run_library(script, tmp_path, **job) == "10000\n"
     assert len(set(ports)) == 88
 
 
@@ -209,7 +211,7 @@ def test_jobs_that_start_at_one_moment_have_logs_of_their_own(tmp_path):
     mkdir.write_text('#!/bin/sh\n/bin/mkdir -p "$LATE"\nexec /bin/mkdir "$@"\n')
     mkdir.chmod(0o755)
     script = f"nodes=(n1) overrides=() output='{tmp_path}/o p'\nopen_logs\necho $logs"
-    out = of_library(script, tmp_path, LATE=f"{tmp_path}/o p/logs/attempt_1")
+    out = run_library(script, tmp_path, LATE=f"{tmp_path}/o p/logs/attempt_1")
     assert out.endswith("/o p/logs/attempt_2\n")
 
 
@@ -271,13 +273,13 @@ def test_a_driver_outlives_the_ray_of_another_node_and_not_its_own(tmp_path, end
         ["bash", "-c", script], timeout=60, stdout=subprocess.PIPE, text=True, check=False
     )
     assert done.stdout == "it lives\nit has ended with 143\n"
-    told = [line.partition("] ")[2] for line in (tmp_path / "told").read_text().splitlines()]
-    assert told[0] == "Ray has ended on n2; the driver goes on if it can: n2: a port cannot be had"
-    assert len(told) == 2 and told[1].startswith("the driver's Ray has ended: ")
+    lines = [line.partition("] ")[2] for line in (tmp_path / "told").read_text().splitlines()]
+    assert lines[0] == "Ray has ended on n2; the driver goes on if it can: n2: a port cannot be had"
+    assert len(lines) == 2 and lines[1].startswith("the driver's Ray has ended: ")
 
 
 @pytest.mark.parametrize("works", [True, False])
-def test_whether_a_node_is_left_out_the_next_time_is_told(tmp_path, works):
+def test_whether_a_node_is_left_out_the_next_time_is_printed(tmp_path, works):
     script = f"""
         . {ROOT}/launch/slurm_lib.sh
         logs={tmp_path} nodes=(n1 n2) SLURM_JOB_ID=7 SLURM_JOB_PARTITION=p
@@ -293,5 +295,5 @@ def test_whether_a_node_is_left_out_the_next_time_is_told(tmp_path, works):
     """
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = "next time without n1" if works else "n1 is not left out: scontrol update failed"
-    assert told in done.stdout
+    message = "next time without n1" if works else "n1 is not left out: scontrol update failed"
+    assert message in done.stdout

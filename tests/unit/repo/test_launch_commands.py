@@ -33,7 +33,7 @@ def dry_run(folder: Path, script: str, *arguments: str, **variables: str) -> str
 
 
 def line(printed: str, start: str) -> str:
-    return next(one for one in printed.splitlines() if one.startswith(start))
+    return next(row for row in printed.splitlines() if row.startswith(start))
 
 
 @pytest.mark.parametrize("script", ["run_tiny.sh", "hosts.sh", "local.sh"])
@@ -84,10 +84,10 @@ def test_variables_of_networks_and_what_shows_the_logs_are_printed_at_the_start(
     assert "\nNCCL_DEBUG=INFO\nUCX_TLS=rc\n" in printed and "OTHER" not in printed
 
 
-def test_a_dry_run_of_another_number_of_nodes_is_asked_for_by_it(tmp_path):
-    for asked in ({"SLURM_JOB_NUM_NODES": "64"}, {}):
-        arguments = [] if asked else ["--nodes=64"]
-        printed = dry_run(tmp_path, "run_dsv3.sh", *arguments, **asked)
+def test_a_dry_run_takes_another_number_of_nodes(tmp_path):
+    for environment in ({"SLURM_JOB_NUM_NODES": "64"}, {}):
+        arguments = [] if environment else ["--nodes=64"]
+        printed = dry_run(tmp_path, "run_dsv3.sh", *arguments, **environment)
         assert line(printed, "nodes: ").endswith(" node62 node63")
         assert " --nodes=64 --ntasks=64 " in line(printed, "Ray, on each node: ")
         plan = " --dry-run --hardware=h100 --gpus-per-node=8 --num-nodes=64\n"
@@ -116,8 +116,8 @@ def test_pyxis_mounts_where_sockets_are_and_keeps_the_variables_of_the_job(tmp_p
         mounts = command.partition(" --container-mounts=")[2].split()[0].split(",")
         places = (ROOT, tmp_path, "/tmp", f"{tmp_path}/temp", "/data")
         assert mounts == [f"{place}:{place}" for place in places]
-        kept = command.partition(" --container-env=")[2].split()[0].split(",")
-        assert {"NCCL_DEBUG", "PYTHONPATH"} <= {*kept}
+        names = command.partition(" --container-env=")[2].split()[0].split(",")
+        assert {"NCCL_DEBUG", "PYTHONPATH"} <= {*names}
     assert "the plan: in a job alone" in printed
 
 

@@ -97,7 +97,7 @@ class LaunchedJob:
     def printed(self) -> str:
         return (self.folder / "printed").read_text()
 
-    def at_step(self, step: int, driver: str) -> str:
+    def build_driver(self, step: int, driver: str) -> str:
         """A driver that has trained it before."""
         return f"echo '{{\"step\": {step}}}' >{self.folder}/out/metrics.jsonl; {driver}"
 
@@ -121,7 +121,7 @@ def wait_until(happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def at_the_limit(job: LaunchedJob, process: subprocess.Popen[bytes]) -> None:
+def send_limit_signals(job: LaunchedJob, process: subprocess.Popen[bytes]) -> None:
     """SIGUSR1 in good time, and SIGTERM in the end, as SLURM sends them to a batch script."""
     wait_until((job.folder / "busy").exists)
     process.send_signal(signal.SIGUSR1)
@@ -135,8 +135,8 @@ def test_a_step_that_outlasts_the_warning_is_queued_again_and_a_cancelled_job_is
 ):
     """SIGUSR1, SIGTERM at the limit, SIGKILL after KillWait: the driver ends with none of them."""
     busy = f'trap "" USR1; touch {job.folder}/busy; while :; do sleep 0.1; done'
-    process = job.start(job.at_step(5, busy), reason=reason)
-    at_the_limit(job, process)
+    process = job.start(job.build_driver(5, busy), reason=reason)
+    send_limit_signals(job, process)
     wait_until(lambda: "SIGTERM" in job.printed)
     wait_until(lambda: job.requeues == requeues)  # its row is written before
     job.kill()
@@ -147,21 +147,21 @@ def test_a_step_that_outlasts_the_warning_is_queued_again_and_a_cancelled_job_is
 def test_a_driver_that_saves_after_the_limit_is_queued_again_once(job):
     saving = f'trap "sleep 1; exit 75" USR1; touch {job.folder}/busy; while :; do sleep 0.1; done'
     process = job.start(saving, reason="TimeLimit")
-    at_the_limit(job, process)
+    send_limit_signals(job, process)
     assert process.wait(100) == 75, job.printed
     assert job.requeues == 1
     assert job.rows.read_text() == "1\tstarted\t-\n1\t75\t-\n"
 
 
 def test_a_job_that_fails_twice_at_a_step_is_not_queued_again_whatever_its_status(job):
-    assert "ended twice" not in job.run(job.at_step(5, "exit 1"))
+    assert "ended twice" not in job.run(job.build_driver(5, "exit 1"))
     assert "ended twice after step 5; not started again" in job.run("exit 143")
     assert job.requeues == 1
     assert job.rows.read_text().splitlines()[1::2] == ["1\t1\t5", "2\t143\t5"]
 
 
 def test_a_script_that_was_killed_counts_as_a_failure_at_its_step(job):
-    process = job.start(job.at_step(5, f"touch {job.folder}/busy; sleep 100"))
+    process = job.start(job.build_driver(5, f"touch {job.folder}/busy; sleep 100"))
     wait_until((job.folder / "busy").exists)
     process.kill()
     process.wait()
@@ -169,14 +169,14 @@ def test_a_script_that_was_killed_counts_as_a_failure_at_its_step(job):
 
 
 def test_a_job_goes_on_that_fails_once_after_a_save_or_further_on(job):
-    job.run(job.at_step(5, "exit 75"))
+    job.run(job.build_driver(5, "exit 75"))
     assert "ended twice" not in job.run("exit 1")  # a node was lost as it went on
-    assert "ended twice" not in job.run(job.at_step(6, "exit 1"))
+    assert "ended twice" not in job.run(job.build_driver(6, "exit 1"))
     assert job.requeues == 3
 
 
 def test_a_step_that_no_time_limit_has_room_for_is_not_begun_for_ever(job):
-    job.run(job.at_step(5, "exit 75"))
+    job.run(job.build_driver(5, "exit 75"))
     assert "ended twice after step 5" in job.run("exit 75")
 
 
@@ -221,7 +221,7 @@ def test_a_job_of_unfit_nodes_is_queued_again_without_them(job):
     assert "the nodes are not fit for a run" in printed and "next time without n1\n" in printed
 
 
-def test_a_job_that_is_told_to_end_while_ray_starts_does_not_wait_for_it(job):
+def test_a_job_that_has_to_end_while_ray_starts_does_not_wait_for_it(job):
     process = job.start("exit 0", wait="exec sleep 1000")
     wait_until(lambda: "start Ray" in job.printed)
     process.send_signal(signal.SIGUSR1)

@@ -28,20 +28,20 @@ def names(column: int) -> list[str]:
     return [name for row in ROWS for name in row[column]]
 
 
-def leaves(at: Any, key: str = "") -> set[str]:
+def leaves(tree: Any, key: str = "") -> set[str]:
     """Dotted names of all groups and settings."""
-    found = {key}
-    for name, inside in at.items() if isinstance(at, dict) else ():
-        found |= leaves(inside, f"{key}.{name}" if key else name)
-    return found
+    keys = {key}
+    for name, inside in tree.items() if isinstance(tree, dict) else ():
+        keys |= leaves(inside, f"{key}.{name}" if key else name)
+    return keys
 
 
 def test_each_setting_of_ours_exists_and_each_row_has_one():
     known = {setting.key for group in list_setting_groups(RLConfig()) for setting in group.settings}
     assert len(ROWS) > 100 and all(row[2] for row in ROWS)
     assert set(names(2)) <= known, set(names(2)) - known
-    theirs = [name for name in names(0) if name]
-    assert len(theirs) == len(set(theirs))  # one place for each
+    settings = [name for name in names(0) if name]
+    assert len(settings) == len(set(settings))  # one place for each
 
 
 def test_each_setting_of_verl_exists():

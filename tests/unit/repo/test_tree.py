@@ -39,13 +39,13 @@ def test_the_link_is_tracked_as_a_link(name: str) -> None:
 
 @pytest.mark.parametrize("forbidden", ["utils", "common", "misc", "helpers"])
 def test_no_file_or_folder_has_a_name_that_says_nothing(forbidden: str) -> None:
-    found = [
+    paths = [
         path
         for source in SOURCES
         for path in (ROOT / source).rglob("*")
         if path.stem in (forbidden, forbidden.rstrip("s"))
     ]
-    assert found == []
+    assert paths == []
 
 
 def test_every_package_folder_has_an_init() -> None:
@@ -53,7 +53,7 @@ def test_every_package_folder_has_an_init() -> None:
     assert missing == set()
 
 
-def only_fills_a_registry(init: Path) -> bool:
+def is_registry(init: Path) -> bool:
     """Whether the file holds nothing but imports of the modules beside it, and their `__all__`."""
     parts = init.parent.relative_to(ROOT).parts
     package = ".".join(parts if parts[0] == "mcore_rl" else ("mcore_rl", *parts))
@@ -74,7 +74,7 @@ def test_init_files_are_empty_or_fill_a_registry() -> None:
     # tests/unit/test_library.py tests the packages with public names.
     public = {ROOT / "mcore_rl", ROOT / "mcore_rl" / "testing"}
     inits = [folder / "__init__.py" for folder in PACKAGE_FOLDERS - public]
-    assert [init for init in inits if not only_fills_a_registry(init)] == []
+    assert [init for init in inits if not is_registry(init)] == []
 
 
 def test_every_config_file_is_yaml_that_loads() -> None:
@@ -92,7 +92,7 @@ def test_a_public_class_name_has_one_meaning() -> None:
             for node in ast.parse(path.read_text()).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     files.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    assert {name: found for name, found in files.items() if len(found) > 1} == {}
+    assert {name: places for name, places in files.items() if len(places) > 1} == {}
 
 
 def test_standard_output_has_one_console() -> None:
@@ -128,9 +128,9 @@ def list_backend_comparisons(source: str) -> list[int]:
     lines = []
     for node in ast.walk(ast.parse(source)):
         match node:
-            case ast.Compare(left=left, comparators=others):
-                sides = [is_backend(side) for side in (left, *others)]
-                is_variable = "backend" in [ast.unparse(side) for side in (left, *others)]
+            case ast.Compare(left=left, comparators=comparators):
+                sides = [is_backend(side) for side in (left, *comparators)]
+                is_variable = "backend" in [ast.unparse(side) for side in (left, *comparators)]
                 texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
                 is_named = is_variable and texts & {*BACKENDS, *SERVER_BACKENDS}
                 if is_named or (any(sides) and not all(sides)):

@@ -8,8 +8,8 @@ import pytest
 GATE = runpy.run_path(str(Path(__file__).resolve().parents[2] / "check_words.py"))
 
 
-def list_complaints(tmp_path: Path, source: str) -> list[str]:
-    path = tmp_path / "sample.py"
+def list_complaints(folder: Path, source: str) -> list[str]:
+    path = folder / "sample.py"
     path.write_text(source)
     return [text.partition(": ")[2] for text in GATE["list_complaints"](path)]
 
@@ -32,6 +32,13 @@ class Batch:
 
 def test_plain_code_passes(tmp_path):
     assert list_complaints(tmp_path, GOOD) == []
+
+
+def test_of_tests_the_names_alone_are_checked(tmp_path):
+    folder = tmp_path / "tests"
+    folder.mkdir()
+    [complaint] = list_complaints(folder, 'def test_sums(told):\n    """The sum of a batch."""\n')
+    assert complaint.startswith("the name 'told'")
 
 
 @pytest.mark.parametrize(

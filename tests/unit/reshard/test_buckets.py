@@ -47,9 +47,9 @@ def test_what_arrives_is_each_parameter_once_and_the_network_carries_what_is_mis
         (training, rules), (served, vllm_rules) = case.sides
         tensors = number_elements(rules) | number_elements(vllm_rules)
         sources = compute_parameters(training, rules, tensors)
-        wanted = compute_parameters(served, vllm_rules, tensors)
+        expected = compute_parameters(served, vllm_rules, tensors)
         for rank, device in enumerate(case.devices.generation):
-            filled = {name: np.zeros_like(array) for name, array in wanted[rank].items()}
+            filled = {name: np.zeros_like(array) for name, array in expected[rank].items()}
             for round_ in by_device[device]:
                 for slot in round_.slots:
                     source = sources[slot.message.source_rank]
@@ -58,7 +58,7 @@ def test_what_arrives_is_each_parameter_once_and_the_network_carries_what_is_mis
                         assert not target.any(), "written twice"
                         target[...] = source[part.source][box(part.source_offset, part.sizes)]
             assert {name: a.tolist() for name, a in filled.items()} == {
-                name: a.tolist() for name, a in wanted[rank].items()
+                name: a.tolist() for name, a in expected[rank].items()
             }
             received = [
                 s.receive for round_ in by_device[device] for s in round_.steps if s.receive

@@ -266,13 +266,13 @@ def check_plan(case: Case) -> None:
     assert tuple(sent) == totals.sent
 
 
-def compute_lower_bounds(case: Case, tensors, sources, wanted) -> list[int]:
+def compute_lower_bounds(case: Case, tensors, sources, expected) -> list[int]:
     """Count |needed| - |needed AND present| per rank, in bytes, element by element."""
     count = max(int(array.max()) for array in tensors.values())
     # Router biases travel in float32.
     wide = mark_elements((tensors[w.rule.tensors[0].name] for w in case.rules if w.float32), count)
     bounds = []
-    for parameters, device in zip(wanted, case.devices.generation, strict=True):
+    for parameters, device in zip(expected, case.devices.generation, strict=True):
         needed = mark_elements(parameters.values(), count)
         if device in case.devices.training:
             held_here = sources[case.devices.training.index(device)]

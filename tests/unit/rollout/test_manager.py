@@ -77,10 +77,10 @@ def make_pool(seed: int = 0, **settings) -> tuple[RolloutPool, Generator]:
 def test_a_request_carries_the_settings_of_sampling():
     pool, generator = make_pool(temperature=0.6, max_response_tokens=77)
     pool.generate(build_held_out_batch(DATASET, 2), n=3)
-    wanted = {"n": 3, "temperature": 0.6, "top_p": 1.0, "max_tokens": 77}
+    expected = {"n": 3, "temperature": 0.6, "top_p": 1.0, "max_tokens": 77}
     assert len(generator.requests) == 2
     for request in generator.requests:
-        assert {name: getattr(request, name) for name in wanted} == wanted
+        assert {name: getattr(request, name) for name in expected} == expected
 
 
 def test_no_two_samples_of_training_and_evaluation_share_a_seed():

@@ -376,7 +376,7 @@ FAULTS: list[tuple[str, type[GenerationServer], str]] = [
 @pytest.mark.parametrize(
     ("name", "server", "message"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS]
 )
-def test_a_fault_is_found_with_a_sentence_on_it(model, name, server, message):
+def test_a_fault_is_reported_with_a_sentence_on_it(model, name, server, message):
     with pytest.raises(AssertionError, match=message):
         check_server(server, model, only=[name], tolerance=1e-4)
 

@@ -48,7 +48,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
         ("silent_rank", "OtherError", "raises OSError: .* the contract says StreamError"),
     ],
 )
-def test_a_fault_is_found_with_a_sentence_on_it(processes, name, transport, message):
+def test_a_fault_is_reported_with_a_sentence_on_it(processes, name, transport, message):
     with pytest.raises(AssertionError, match=message):
         CHECKS[name](TransportChecks(f"{FAULTY}:{transport}", 1.0, processes))
 

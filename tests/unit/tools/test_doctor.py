@@ -34,7 +34,7 @@ from mcore_rl.tools.doctor.report import (
 )
 from mcore_rl.tools.doctor.run import examine_nodes
 from tests.nightly import nightly
-from tests.pages import of_kind
+from tests.pages import select_commands
 from tests.planted import FAULTS, NICENESS, NODE, NODES, ProcessNodes, World, is_fault, plant
 
 
@@ -138,8 +138,8 @@ def test_the_command_tells_a_low_limit_by_its_status(tmp_path, hard, status, wor
     done = mcore_rl("doctor", "--quiet", *SMALL, "--output-dir", str(tmp_path),
                     RLIMIT_NOFILE=(1000, hard))  # fmt: skip
     assert done.returncode == status, done.stderr
-    own = f": niceness: {NICENESS};"
-    [line, _] = [line for line in done.stdout.splitlines() if own not in line]
+    niceness = f": niceness: {NICENESS};"
+    [line, _] = [line for line in done.stdout.splitlines() if niceness not in line]
     assert re.match(rf"{word} .*: open files: 1000; wanted: at least 8192\. To do: ", line)
 
 
@@ -201,7 +201,7 @@ def test_nothing_is_printed_with_quiet_when_all_is_well(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", of_kind("doctor"), ids=str)
+@pytest.mark.parametrize("command", select_commands("doctor"), ids=str)
 def test_the_commands_of_the_pages_show_a_table_or_json(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     program, *arguments = command.text.split()
@@ -390,11 +390,11 @@ def test_the_model_runner_that_vllm_would_take_is_reported(
 
 
 @pytest.mark.parametrize(
-    ("setting", "has_triton", "wanted"),
+    ("setting", "has_triton", "expected"),
     [("yes", True, "0 or 1"), ("", True, "0 or 1"), ("1", False, "0, because Triton is missing")],
 )
 def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
-    monkeypatch, setting, has_triton, wanted
+    monkeypatch, setting, has_triton, expected
 ):
     monkeypatch.setattr(checks, "detect_lane", lambda: "gpu")
     monkeypatch.setattr(checks, "_has_triton", lambda _: has_triton)
@@ -405,7 +405,7 @@ def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
     assert (finding.status, finding.value, finding.wanted) == (
         "fail",
         f"{RUNNER}={setting!r}",
-        wanted,
+        expected,
     )
 
 

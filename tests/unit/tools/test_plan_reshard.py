@@ -14,7 +14,7 @@ from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.tools.plan_reshard import Cluster, plan_reshard
 from tests.nightly import nightly
-from tests.pages import ROOT, of_kind
+from tests.pages import ROOT, select_commands
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 DENSE = {
@@ -139,8 +139,8 @@ def test_the_command_prints_one_json_object_and_draws_the_traffic(dense, tmp_pat
     report = json.loads(capsys.readouterr().out)
     assert {"received_bytes", "lower_bound_bytes", "gather_then_slice_bytes", "peak_buffer_bytes",
             "plan_s", "predicted_s", "ranks"} <= report.keys()  # fmt: skip
-    wanted = {"rank", "received_bytes", "lower_bound_bytes", "local_bytes"}
-    assert all(rank.keys() == wanted for rank in report["ranks"])
+    expected = {"rank", "received_bytes", "lower_bound_bytes", "local_bytes"}
+    assert all(rank.keys() == expected for rank in report["ranks"])
     assert picture.read_bytes().startswith(b"\x89PNG")
     command.main(["reshard", "--model", str(dense), "--train", "tp=2", "--generate", "tp=2"])
     assert "gather-then-slice" in capsys.readouterr().out
@@ -178,7 +178,7 @@ def test_a_model_that_is_no_model_is_refused(tmp_path):
             plan_reshard(tmp_path / name, "colocated", Layout(), GenerationLayout(), Cluster())
 
 
-@pytest.mark.parametrize("page", of_kind("plan"), ids=str)
+@pytest.mark.parametrize("page", select_commands("plan"), ids=str)
 def test_the_command_of_the_page_reaches_the_lower_bound_that_the_page_tells(
     page, monkeypatch, capsys
 ):

@@ -36,7 +36,7 @@ from mcore_rl.tools.report.page import build_data, build_page
 from mcore_rl.tools.report.runs import NoPlanError, Point, read_runs
 from mcore_rl.tools.report.samples import collect_samples
 from mcore_rl.tools.report.server import build_live_app, format_latest
-from tests.pages import of_kind
+from tests.pages import select_commands
 from tests.unit.tools.report_runs import (
     PLANTED,
     build_rl_metrics,
@@ -488,7 +488,7 @@ def test_settings_that_differ_are_listed(tmp_path):
     assert build_data(read_runs(runs), 0)["settings"] == [["seed", "0", "7"]]
 
 
-def test_runs_of_one_name_are_told_apart(tmp_path):
+def test_runs_of_one_name_are_distinguished(tmp_path):
     runs = [write_run(tmp_path / x / "run", "sft", [{"loss": 1.0}]) for x in "ab"]
     assert [run.name for run in read_runs(runs)] == ["a/run", "b/run"]
 
@@ -618,7 +618,7 @@ def test_bad_request_is_refused(tmp_path, arguments, message):
         report.main([argument.format(tmp=tmp_path) for argument in arguments])
 
 
-@pytest.mark.parametrize("line", of_kind("report"), ids=str)
+@pytest.mark.parametrize("line", select_commands("report"), ids=str)
 def test_command_of_a_page_runs(tmp_path, monkeypatch, capsys, line):
     write_rl_run(tmp_path / "outputs" / "mine", num_steps=12)
     write_rl_run(tmp_path / "outputs" / "other")

@@ -133,11 +133,11 @@ def test_a_turn_tells_what_is_chosen_what_is_a_call_and_which_tokens_differ(tmp_
     [summary] = SampleReader(str(written(tmp_path, 1, batch))).read_summaries([1])
     (*_, call, _, last), (_, repeated, _, _) = build_page(summary, texts, 0.1).segments
 
-    def parts(message: PageMessage, **wanted) -> str:
+    def parts(message: PageMessage, **attributes) -> str:
         """Text of the spans of which all of this is true."""
         return "".join(
             span.text for span in message.spans
-            if all(getattr(span, name) == value for name, value in wanted.items())
+            if all(getattr(span, name) == value for name, value in attributes.items())
         )  # fmt: skip
 
     assert parts(call, is_chosen=True) == CALL and parts(call, is_chosen=False) == f"{ASSISTANT}\n"
@@ -264,13 +264,13 @@ def test_roles_are_those_of_the_messages_that_a_chat_template_has_rendered(famil
     [messages] = build_page(summary, TokenTexts(tmp_path / "tokenizer.json"), 0.1).segments
     assert "".join(message.text for message in messages) == tokenizer.decode([*prompt, *answer])
     roles = [message.role for message in messages if message.role != "context"]
-    wanted = [message["role"] for message in chat] + ["assistant"]
+    expected = [message["role"] for message in chat] + ["assistant"]
     if family in WITHOUT_MARKERS:
         assert roles == ["assistant"]
     elif "deepseek" in family:  # the system has no marker
-        assert roles == wanted[1:]
+        assert roles == expected[1:]
     else:
-        assert [role for role, _ in itertools.groupby(roles)] == wanted
+        assert [role for role, _ in itertools.groupby(roles)] == expected
     assert messages[-1].turn == 0 and messages[-1].text.endswith("Yes.")
 
 

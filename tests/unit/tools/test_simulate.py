@@ -32,7 +32,7 @@ from mcore_rl.tools.simulate.report import print_runs
 from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
 from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload, predict_times
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
-from tests.pages import of_kind
+from tests.pages import select_commands
 from tests.published_runs import FOLDER, read_model
 
 TIMES = StepTimes(
@@ -186,7 +186,7 @@ def test_events_are_those_of_the_parts_of_a_step_in_the_order_of_their_starts():
     assert list_events(StepTimeline("training", 1, spans)) == expected
 
 
-def test_steps_of_one_size_do_not_tell_what_a_token_takes():
+def test_steps_of_one_size_do_not_give_the_time_of_a_token():
     step = MeasuredStep(dict.fromkeys(("generate", "log_probs", "update"), 1.0), [1], [2], {})
     with pytest.raises(ConfigError, match="all steps have 2 tokens; allowed: steps of two sizes"):
         fit_times([step, step], RLConfig())
@@ -297,7 +297,7 @@ def test_a_file_of_times_with_a_senseless_field_is_refused(tmp_path, text):
         StepTimes.load(tmp_path / "times.yaml")
 
 
-@pytest.mark.parametrize("command", of_kind("simulate"), ids=str)
+@pytest.mark.parametrize("command", select_commands("simulate"), ids=str)
 def test_the_command_of_the_page_at_a_small_size(command, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("mcore_rl.tools.simulate.run.open_simulation", nullcontext)

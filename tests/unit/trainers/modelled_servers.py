@@ -9,10 +9,10 @@ from tests.unit.trainers.test_one_step_off import log_probs_of
 
 
 class Servers:
-    """Those of a run; `now` are seconds, and `events` in the order of calls."""
+    """Servers of a run on a clock of their own; `events` are in the order of calls."""
 
     def __init__(self, train_s: float):
-        self.now, self.train_s = 0.0, train_s
+        self.clock_s, self.train_s = 0.0, train_s
         self.pushes = [(0.0, 0)]  # when each version came
         self.running: dict[int, tuple[float, int]] = {}  # group: when it was begun, samples
         self.events: list[str] = []
@@ -28,7 +28,7 @@ class Servers:
         groups = prompts.array("group_ids").tolist()
         assert not self.running.keys() & groups
         self.events.append(f"begin {groups[0]}-{groups[-1]} of {self.version}")
-        self.running |= dict.fromkeys(groups, (self.now, sampling.n))
+        self.running |= dict.fromkeys(groups, (self.clock_s, sampling.n))
         self.most_running = max(self.most_running, len(self.running))
 
     def ends(self, group: int) -> float:
@@ -40,10 +40,10 @@ class Servers:
         if self.is_silent:
             return []
         if self.running:
-            self.now = max(self.now, min(map(self.ends, self.running)))
-        ended = sorted(group for group in self.running if self.ends(group) <= self.now)
-        found = [self._samples(group, *self.running.pop(group)) for group in ended]
-        return [Batch.concat(found)] if found else []
+            self.clock_s = max(self.clock_s, min(map(self.ends, self.running)))
+        ended = sorted(group for group in self.running if self.ends(group) <= self.clock_s)
+        samples = [self._samples(group, *self.running.pop(group)) for group in ended]
+        return [Batch.concat(samples)] if samples else []
 
     def abandon(self, stream, group_ids):
         assert not self.is_asleep
@@ -98,7 +98,7 @@ class Servers:
     def push(self, version):
         assert self.version == version - 1
         self.events.append(f"push {version}")
-        self.pushes.append((self.now, version))
+        self.pushes.append((self.clock_s, version))
 
     def sleep(self, keep):
         assert keep

@@ -132,7 +132,7 @@ def train_first_step(run: Run) -> tuple[Samples, list[Any]]:
 
 def test_rejected_groups_count_with_all_their_tokens_let_go_of(tmp_path, monkeypatch):
     monkeypatch.setattr(async_rollout, "find_lost_groups", lambda batches: [])
-    _, wanted = train_first_step(build_filtering_run(tmp_path / "here"))
+    _, expected = train_first_step(build_filtering_run(tmp_path / "here"))
     run = build_filtering_run(tmp_path / "elsewhere")
     elsewhere, generation = Elsewhere(run), run.trainer.generation
     generation._select_groups(1, PER_STEP)
@@ -140,7 +140,7 @@ def test_rejected_groups_count_with_all_their_tokens_let_go_of(tmp_path, monkeyp
     rejected = generation.queue.groups_total["dropped"]
     assert rejected > 1 and elsewhere.groups == held
     batch, results = train_first_step(run)
-    assert results == wanted
+    assert results == expected
     assert results[0]["samples/groups"] == PER_STEP + rejected and results[0]["dropped"] > 0
     assert isinstance(batch, RemoteBatch) and batch.remote.keys() >= {"response_ids"}
     assert all((column.locations.objects >= 0).all() for column in batch.remote.values())
@@ -209,10 +209,10 @@ def test_what_is_lost_when_it_is_to_be_saved_is_generated_by_the_weights_that_se
 @pytest.mark.parametrize("save_every", [0, 1], ids=["when it is taken", "when it is saved"])
 def test_a_step_that_is_generated_again_replays_what_it_would_have(node, tmp_path, save_every):
     """None of its own: those that were generated first are not in the buffer any more."""
-    whole = build_replaying_run(tmp_path / "whole").train()
+    uninterrupted = build_replaying_run(tmp_path / "whole").train()
     run = node.dies(build_replaying_run(tmp_path / "lost", save_every), NEXT)
     assert "generate 9-11 of 2" in run.servers.events
-    assert list_trained(run) == list_trained(whole)
+    assert list_trained(run) == list_trained(uninterrupted)
     assert not {(9, 1), (10, 1), (11, 1)} & set().union(*map(list_generations, run.actor.updates))
 
 
@@ -229,7 +229,7 @@ def test_a_run_goes_on_from_prompts_and_buffer_after_what_was_generated_again(
 ):
     """Six prompts are drawn for it, where it had three: what is older is lost, too."""
     had = [*OLDER, *NEXT]
-    whole = node.dies(build_replaying_run(tmp_path / "whole", 1), had)
+    uninterrupted = node.dies(build_replaying_run(tmp_path / "whole", 1), had)
     node.lost.clear()
     begun = build_replaying_run(tmp_path / "begun", 1)
     with pytest.raises(RunStopped, match="step 2 is saved"):
@@ -239,7 +239,7 @@ def test_a_run_goes_on_from_prompts_and_buffer_after_what_was_generated_again(
     again.train()
     begun.rows += again.rows
     begun.actor.updates += again.actor.updates
-    one_step_off.same(begun, whole)
+    one_step_off.same(begun, uninterrupted)
 
 
 class Going(Servers):
@@ -363,7 +363,7 @@ def test_a_group_that_another_server_has_begun_is_as_new_as_its_weights(tmp_path
             if self.died is not None or self.version < 2 or is_pushing or not self.running:
                 return []
             self.died = min(self.running)
-            self.running[self.died] = (self.now, self.running[self.died][1])
+            self.running[self.died] = (self.clock_s, self.running[self.died][1])
             return [self.died]
 
     servers = Dying(train_s=8.0)
@@ -390,7 +390,7 @@ def test_a_group_that_was_begun_again_before_a_push_is_reported_before_it(tmp_pa
             """When the trainer computes."""
             if self.died is None and self.running:
                 self.died = min(self.running)
-                self.running[self.died] = (self.now, self.running[self.died][1])
+                self.running[self.died] = (self.clock_s, self.running[self.died][1])
                 self.pending = [self.died]
 
         pending: list[int] = []  # noqa: RUF012

@@ -106,7 +106,7 @@ class Run:
 
 
 @pytest.mark.parametrize("in_background", [False, True])
-def test_the_last_steps_are_kept_and_one_after_the_last_step(tmp_path, in_background):
+def test_the_last_steps_stay_and_one_after_the_last_step(tmp_path, in_background):
     run = Run(tmp_path, num_steps=7, keep=2, async_save=in_background)
     run.steps(range(1, 8))
     assert list_steps(run.folder) == [6, 7]
@@ -131,9 +131,9 @@ def test_a_checkpoint_without_a_part_of_the_run_is_refused_before_anything_is_lo
     path = before.folder / "step_000002"
     with pytest.raises(
         ConfigError, match=f"{path} has no state of coefficients, .*new run"
-    ) as told:
+    ) as raised:
         resumed.restore(read_checkpoint(path))
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
     assert (after.devices.calls, after.devices.actor.loaded) == ([], "")
 
 
@@ -145,12 +145,14 @@ def test_a_part_that_cannot_take_its_state_is_named(tmp_path, state):
 
     run = Run(tmp_path)
     run.steps([1, 2])
-    found = read_checkpoint(run.folder / "step_000002")
-    damaged = replace(found, state={**found.state, "parts": {"prompts": state}})
+    checkpoint = read_checkpoint(run.folder / "step_000002")
+    damaged = replace(checkpoint, state={**checkpoint.state, "parts": {"prompts": state}})
     parts = {"prompts": Drawn()}
     resumed = CheckpointManager(run.config, tmp_path, run.devices, parts, dict, run.stop, 0)
-    told = f"^{found.path}: the state of prompts is not what this version writes: (Key|Type)Error"
-    with pytest.raises(ConfigError, match=told):
+    message = (
+        f"^{checkpoint.path}: the state of prompts is not what this version writes: (Key|Type)Error"
+    )
+    with pytest.raises(ConfigError, match=message):
         resumed.restore(damaged)
 
 
@@ -166,16 +168,16 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
     run = Run(tmp_path, num_steps=10, keep=1, keep_best=name)
     run.steps(range(1, 11), lambda step: {"reward": rewards.get(step, 9.0 * step)})
     assert list_steps(run.folder) == [best, 10]
-    found = read_checkpoint(run.folder / "step_000010")
-    assert found.state["best"] == {"metric": name, "step": best, "value": rewards[best]}
+    newest = read_checkpoint(run.folder / "step_000010")
+    assert newest.state["best"] == {"metric": name, "step": best, "value": rewards[best]}
     again = Run(tmp_path, num_steps=12, keep=1, keep_best=name)
-    again.checkpoints.restore(found)
+    again.checkpoints.restore(newest)
     again.steps([11, 12], lambda step: {"reward": 0.5})
     assert list_steps(run.folder) == [best, 12]
 
 
 @pytest.mark.parametrize(
-    ("now", "best", "told"),
+    ("metric", "best", "reason"),
     [
         (
             "-reward",
@@ -187,7 +189,7 @@ def test_the_best_stays_beside_the_last(tmp_path, name, best):
     ],
 )
 def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_says_so(
-    tmp_path, capsys, now, best, told
+    tmp_path, capsys, metric, best, reason
 ):
     """0.1 is the lowest reward of all, of step 2, and 0.9 of step 4 the highest."""
     rewards = {2: 0.1, 4: 0.9, 6: 0.5, 8: 0.3, 10: 0.4, 12: 0.4}
@@ -198,16 +200,16 @@ def test_a_run_that_goes_on_with_another_metric_starts_over_with_its_best_and_sa
     run = Run(tmp_path, keep=1, keep_best="reward")
     run.steps(range(1, 7), metrics)
     assert list_steps(run.folder) == [4, 6]
-    again = Run(tmp_path, num_steps=12, keep=1, keep_best=now)
+    again = Run(tmp_path, num_steps=12, keep=1, keep_best=metric)
     again.checkpoints.restore(read_checkpoint(run.folder / "step_000006"))
     assert capsys.readouterr().err == (
-        f"mcore-rl: warning: checkpoint.keep_best={now!r} (was 'reward'): step_000004, the best so "
-        f"far, is no longer kept as the best{told}\n"
+        f"mcore-rl: warning: checkpoint.keep_best={metric!r} (was 'reward'): step_000004, the best "
+        f"so far, is no longer kept as the best{reason}\n"
     )
     again.steps(range(7, 13), metrics)
     assert list_steps(run.folder) == sorted({best or 12, 12})
-    found = read_checkpoint(run.folder / "step_000012").state["best"]
-    assert (found and (found["metric"], found["step"])) == (best and (now, best))
+    record = read_checkpoint(run.folder / "step_000012").state["best"]
+    assert (record and (record["metric"], record["step"])) == (best and (metric, best))
 
 
 def test_what_is_no_number_is_never_the_best(tmp_path, capsys):
@@ -218,7 +220,7 @@ def test_what_is_no_number_is_never_the_best(tmp_path, capsys):
     assert "no such metric in step 4; it is nan" in capsys.readouterr().err
 
 
-def test_a_metric_that_there_is_not_is_told_with_those_that_there_are(tmp_path, capsys):
+def test_an_unknown_metric_is_reported_with_those_that_there_are(tmp_path, capsys):
     run = Run(tmp_path, keep_best="rewards")
     run.steps([1, 2], lambda step: {"reward": 1.0})
     assert "checkpoint.keep_best='rewards': no such metric in step 2; it has reward" in (
@@ -238,9 +240,9 @@ def test_a_full_disk_costs_a_checkpoint_and_not_the_run_nor_the_one_before(
     run.steps([4, 5])
     run.checkpoints._finish()
     assert [path.name for path in run.folder.iterdir()] == ["step_000002"]
-    told = capsys.readouterr().err
-    assert told.startswith("mcore-rl: warning: step 4: no checkpoint: ")
-    assert told.endswith("that of step 2 stays, and the run goes on\n")
+    message = capsys.readouterr().err
+    assert message.startswith("mcore-rl: warning: step 4: no checkpoint: ")
+    assert message.endswith("that of step 2 stays, and the run goes on\n")
     run.devices.actor.is_full = False
     run.steps([6])
     assert list_steps(run.folder) == [6]
@@ -267,9 +269,9 @@ def test_a_disk_that_takes_the_weights_and_not_the_rest_costs_the_checkpoint(
 def test_a_run_goes_on_with_its_weights_version_parts_and_step(tmp_path):
     run = Run(tmp_path)
     run.steps([1, 2, 3, 4, 5])
-    found = find_newest_checkpoint(run.folder, pytest.fail)
+    checkpoint = find_newest_checkpoint(run.folder, pytest.fail)
     again = Run(tmp_path)
-    again.checkpoints.restore(found)
+    again.checkpoints.restore(checkpoint)
     assert again.devices.actor.loaded == str(run.folder / "step_000004" / "actor")
     assert again.devices.calls == ["offload rollout", "actor", 4]
     assert (again.prompts.drawn, again.checkpoints.next_step) == (4, 5)
@@ -302,8 +304,8 @@ def test_a_signal_in_a_step_saves_it_also_where_the_actor_has_left_its_devices(
 ):
     run = Run(tmp_path, num_steps=9, save_every=5, async_save=in_background)
     run.steps([1, 2])
-    told = r"SIGUSR1: step 3 is saved; to go on: .* resume=auto output_dir="
-    with pytest.raises(RunStopped, match=told), run.stop.defer_to_step_end():
+    message = r"SIGUSR1: step 3 is saved; to go on: .* resume=auto output_dir="
+    with pytest.raises(RunStopped, match=message), run.stop.defer_to_step_end():
         run.stop.receive(10)  # before the step is over, and after `is_due`
         run.checkpoints.finish_step(3, {})
     assert list_steps(run.folder) == [3]
@@ -334,11 +336,11 @@ def test_a_signal_while_a_step_is_being_closed_is_for_the_next(tmp_path):
     assert list_steps(run.folder) == [2, 4]
 
 
-def test_a_run_that_is_told_to_end_and_cannot_be_saved_says_so(tmp_path):
+def test_a_run_that_has_to_end_and_cannot_be_saved_says_so(tmp_path):
     run = Run(tmp_path)
     run.devices.actor.is_full = True
-    told = "SIGTERM: step 1 could not be saved"
-    with pytest.raises(NotSavedError, match=told), run.stop.defer_to_step_end():
+    message = "SIGTERM: step 1 could not be saved"
+    with pytest.raises(NotSavedError, match=message), run.stop.defer_to_step_end():
         run.stop.receive(15)
         run.steps([1])
 

@@ -118,8 +118,8 @@ def test_an_actor_that_is_its_own_reference_scores_when_it_is_there():
     assert run_step(has_reference=False)[:3] == [
         "sleep", "actor scores at 0.5", "update",
     ]  # fmt: skip
-    own = {"actor": "own", "rollout": "own"}
-    assert run_step(has_reference=False, **own) == ["actor scores at 0.5", "update", "push 4"]
+    placement = {"actor": "own", "rollout": "own"}
+    assert run_step(has_reference=False, **placement) == ["actor scores at 0.5", "update", "push 4"]
 
 
 @pytest.mark.parametrize(

@@ -81,9 +81,9 @@ class Reply(Reference):
         self._value = value
 
     def future(self) -> Future[Any]:
-        found: Future[Any] = Future()
-        found.set_result(self._value)
-        return found
+        future: Future[Any] = Future()
+        future.set_result(self._value)
+        return future
 
 
 class Actor:
@@ -98,8 +98,8 @@ class Actor:
 
     def _given(self, method: str, given: tuple[Any, ...]) -> list[Any]:
         self._ray.calls[method] += 1
-        came = self._ray.travels(method, given)
-        return [self._ray.get([v])[0] if isinstance(v, Reference) else v for v in came]
+        arguments = self._ray.travels(method, given)
+        return [self._ray.get([v])[0] if isinstance(v, Reference) else v for v in arguments]
 
     def _reply(self, method: str, value: Any) -> Reply:
         value = self._ray.travels(method, value)
@@ -157,12 +157,12 @@ class Generator(FakeServer):
 
     def __init__(self, apart_s: float) -> None:
         super().__init__()
-        self._num_asked, self._apart_s = 0, apart_s
+        self._num_requests, self._apart_s = 0, apart_s
 
     async def submit(self, prompt_ids, sampling, *, request_id=""):
-        self._num_asked += 1
-        await asyncio.sleep(self._apart_s * self._num_asked)
-        self._num_asked -= 1
+        self._num_requests += 1
+        await asyncio.sleep(self._apart_s * self._num_requests)
+        self._num_requests -= 1
         return [
             Completion([7] * length, [-1.0] * length, "stop", [self._version] * length)
             for length in range(12, 12 + sampling.n)
@@ -293,7 +293,7 @@ def test_responses_that_advantages_compare_and_no_update_has_take_no_other_call(
     ray, task, tmp_path
 ):
     samples = ["keep_responses=3", "advantages_of=generated", "mask_truncated=true"]
-    steps_of(ray, task, tmp_path, *(f"algorithm.filter.{one}" for one in samples))
+    steps_of(ray, task, tmp_path, *(f"algorithm.filter.{setting}" for setting in samples))
     assert (ray.calls["update"], ray.calls["apply"]) == (2, 2)
     assert ray.num_trained == 2 * 256 * 3 / 8
 
@@ -307,14 +307,14 @@ def test_fully_asynchronous_steps_move_as_few_though_groups_come_one_by_one(ray,
     assert ray.calls["collect"] < 64 and ray.calls["begin"] < 64, ray.calls  # of 256 groups
 
 
-class Asked(RolloutWorker):
-    """Keeps what it is to begin."""
+class RecordingWorker(RolloutWorker):
+    """Records the prompts that it is to begin."""
 
-    def __init__(self, asked: list[Prompt]) -> None:
-        self._asked = asked
+    def __init__(self, recorded: list[Prompt]) -> None:
+        self._recorded = recorded
 
     def begin(self, prompts, sampling, stream):
-        self._asked += list_prompts(prompts)
+        self._recorded += list_prompts(prompts)
 
 
 @pytest.mark.parametrize("num_tokens", [16, 300, 1000, 8000])
@@ -323,7 +323,7 @@ def test_servers_get_prompts_of_any_length_for_few_bytes_a_sample(
     ray, num_tokens, num_prompts, at_once
 ):
     """To two servers, all at once or one by one; with a chat, and with a field as long."""
-    rng, asked = np.random.default_rng(0), list[Prompt]()
+    rng, recorded = np.random.default_rng(0), list[Prompt]()
     rows = [
         PromptRow(
             rng.integers(0, 150_000, num_tokens).tolist(),
@@ -333,13 +333,13 @@ def test_servers_get_prompts_of_any_length_for_few_bytes_a_sample(
         for row in range(num_prompts)
     ]
     batches = PromptBatches(PromptDataset(rows), at_once, 0)
-    servers = pool_of(ray, RLConfig(), lambda: Asked(asked), 2)
+    servers = pool_of(ray, RLConfig(), lambda: RecordingWorker(recorded), 2)
     for _ in range(num_prompts // at_once):
         servers.begin(next(batches), SamplingParams(n=8, max_tokens=9))
     assert ray.num_bytes["begin"] / (num_prompts * 8) <= 256
     assert ray.calls["begin"] == max(num_prompts // at_once, 2)
-    assert {prompt.group_id for prompt in asked} == {*range(num_prompts)}
-    for prompt in asked:
+    assert {prompt.group_id for prompt in recorded} == {*range(num_prompts)}
+    for prompt in recorded:
         row = rows[prompt.row]
-        wanted = row.prompt_ids, row.fields, row.messages
-        assert (prompt.content, prompt.fields, prompt.messages) == wanted
+        expected = row.prompt_ids, row.fields, row.messages
+        assert (prompt.content, prompt.fields, prompt.messages) == expected

@@ -52,16 +52,16 @@ class Tokenizer:
 
 def test_the_error_with_one_sample_a_prompt_is_that_of_the_mean():
     values = np.random.default_rng(0).random(50)
-    wanted = values.std(ddof=1) / math.sqrt(50)
-    assert compute_standard_error(values, np.arange(50)) == pytest.approx(wanted, rel=1e-12)
+    expected = values.std(ddof=1) / math.sqrt(50)
+    assert compute_standard_error(values, np.arange(50)) == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_error_of_equal_clusters_is_that_of_their_means_and_of_unequal_ones_as_in_the_paper():
     rng = np.random.default_rng(0)
     values, groups = rng.random(60), np.repeat(np.arange(15), 4)
     means = values.reshape(15, 4).mean(axis=1)
-    wanted = means.std(ddof=1) / math.sqrt(15)
-    assert compute_standard_error(values, groups) == pytest.approx(wanted, rel=1e-12)
+    expected = means.std(ddof=1) / math.sqrt(15)
+    assert compute_standard_error(values, groups) == pytest.approx(expected, rel=1e-12)
     for _ in range(100):
         groups = rng.integers(0, 9, 60)
         total, mean, names = 0.0, sum(values) / 60, sorted(set(groups.tolist()))
@@ -69,8 +69,8 @@ def test_the_error_of_equal_clusters_is_that_of_their_means_and_of_unequal_ones_
             for other in range(60):
                 if groups[row] == groups[other]:
                     total += (values[row] - mean) * (values[other] - mean)
-        wanted = math.sqrt(len(names) / (len(names) - 1) * total) / 60
-        assert compute_standard_error(values, groups) == pytest.approx(wanted, rel=1e-9)
+        expected = math.sqrt(len(names) / (len(names) - 1) * total) / 60
+        assert compute_standard_error(values, groups) == pytest.approx(expected, rel=1e-9)
     assert compute_standard_error(values, np.zeros(60, int)) == 0
 
 
@@ -172,11 +172,11 @@ def test_a_trainer_scores_only_what_comes_of_the_whole_distribution():
 def test_an_evaluation_samples_as_training_does_where_it_has_no_setting_of_its_own():
     config = RLConfig()
     evaluation = Evaluation(config, None, {}, None, None)
-    for name, value, own in (("top_k", 4, 0), ("top_p", 0.9, 1.0)):
+    for name, value, explicit in (("top_k", 4, 0), ("top_p", 0.9, 1.0)):
         usual = getattr(config.rollout, name)
         setattr(config.rollout, name, value)
         assert evaluation.temperature is None
-        setattr(config.evaluation, name, own)
+        setattr(config.evaluation, name, explicit)
         assert evaluation.temperature == config.rollout.temperature
         setattr(config.rollout, name, usual)
 

@@ -62,13 +62,13 @@ class Policy(LocalWorkers, Actor):
         if self.servers.is_asleep:  # what runs goes on where it was
             running = self.servers.running.items()
             self.servers.running = {g: (began + moved, n) for g, (began, n) in running}
-        self.servers.now += moved
+        self.servers.clock_s += moved
         return [[{"loss": float(batch.jagged("rollout_log_probs").values.sum())}] * len(sizes)]
 
     def load_checkpoint(self, path):
         super().load_checkpoint(path)
         self.version = int(path.split("step_")[1].split("/")[0])
-        self.servers.pushes.append((self.servers.now, self.version - 1))
+        self.servers.pushes.append((self.servers.clock_s, self.version - 1))
 
 
 class Run:
@@ -117,8 +117,8 @@ class Run:
 
 def ages(run: Run) -> list[list[int]]:
     """Of the tokens of each step, in versions: step k trains version k - 1."""
-    found = [batch.jagged("weight_versions").values for batch in run.actor.updates]
-    return [np.unique(step - versions).tolist() for step, versions in enumerate(found)]
+    versions_by_step = [batch.jagged("weight_versions").values for batch in run.actor.updates]
+    return [np.unique(step - versions).tolist() for step, versions in enumerate(versions_by_step)]
 
 
 @pytest.mark.parametrize(
@@ -137,24 +137,26 @@ def ages(run: Run) -> list[list[int]]:
 )
 def test_staleness_0_is_the_synchronous_run(tmp_path, settings):
     """Samples, advantages, losses and metrics of each step, to the digit."""
-    found = Run(tmp_path, staleness=0, **settings).train()
-    wanted = Run(tmp_path, mode="sync", staleness=0, **settings).train()
-    assert found.servers.events == wanted.servers.events
-    rows = zip(found.rows, wanted.rows, strict=True)
-    assert [{name: row[name] for name in other} for row, other in rows] == wanted.rows
-    for mine, theirs in zip(found.actor.updates, wanted.actor.updates, strict=True):
-        assert mine.columns.keys() == theirs.columns.keys()
-        for name, column in mine.columns.items():
-            pair = [c.values if isinstance(c, Jagged) else c for c in (column, theirs[name])]
+    actual = Run(tmp_path, staleness=0, **settings).train()
+    expected = Run(tmp_path, mode="sync", staleness=0, **settings).train()
+    assert actual.servers.events == expected.servers.events
+    rows = zip(actual.rows, expected.rows, strict=True)
+    assert [{name: row[name] for name in other} for row, other in rows] == expected.rows
+    for batch, expected_batch in zip(actual.actor.updates, expected.actor.updates, strict=True):
+        assert batch.columns.keys() == expected_batch.columns.keys()
+        for name, column in batch.columns.items():
+            pair = [
+                c.values if isinstance(c, Jagged) else c for c in (column, expected_batch[name])
+            ]
             np.testing.assert_array_equal(*pair, err_msg=name)
-    assert all(row["max_logprob_gap"] == 0 for row in found.rows)
+    assert all(row["max_logprob_gap"] == 0 for row in actual.rows)
 
 
 @pytest.mark.parametrize("staleness", [1, 3])
 def test_no_token_is_older_than_staleness_over_500_steps(tmp_path, staleness):
     run = Run(tmp_path, staleness=staleness, num_steps=500).train()
-    found = ages(run)
-    assert max(map(max, found)) == staleness and min(map(min, found)) == 0
+    token_ages = ages(run)
+    assert max(map(max, token_ages)) == staleness and min(map(min, token_ages)) == 0
     groups = list(chain(*run.trained))
     assert len(groups) == len(set(groups)) == 500 * PER_STEP
     assert sorted(groups) == list(range(500 * PER_STEP))
@@ -239,12 +241,14 @@ def test_a_run_that_goes_on_trains_each_prompt_once(tmp_path):
 
 
 def test_staleness_0_goes_on_bit_for_bit(tmp_path):
-    whole = Run(tmp_path / "whole", staleness=0, save_every=2).train()
+    uninterrupted = Run(tmp_path / "whole", staleness=0, save_every=2).train()
     again = Run(tmp_path / "again", staleness=0)
     again.trainer.checkpoints.restore(read_checkpoint(tmp_path / "whole/checkpoints/step_000004"))
-    found, wanted = again.train().rows, whole.rows[4:]
-    names = [name for name in wanted[0] if not name.startswith("queue/")]  # begun twice
-    assert [[row[n] for n in names] for row in found] == [[row[n] for n in names] for row in wanted]
+    actual, expected = again.train().rows, uninterrupted.rows[4:]
+    names = [name for name in expected[0] if not name.startswith("queue/")]  # begun twice
+    assert [[row[n] for n in names] for row in actual] == [
+        [row[n] for n in names] for row in expected
+    ]
 
 
 def test_the_run_that_has_ended_leaves_nothing_that_generates(tmp_path):
@@ -266,20 +270,20 @@ def test_groups_that_the_filter_rejects_are_replaced(tmp_path):
     assert max(map(max, ages(run))) <= 2
 
 
-@pytest.mark.parametrize(("if_short", "told"), [("train", None), ("stop", "max_rounds")])
-def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, told):
+@pytest.mark.parametrize(("if_short", "message"), [("train", None), ("stop", "max_rounds")])
+def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, message):
     """After as many groups as max_rounds says, a step is short or stops the run."""
     samples = FilterConfig(group_filter="drop_uniform", if_short=if_short)
     run = Run(tmp_path, filter=samples, num_steps=2)
     samples_of = run.servers._samples
 
-    def uniform(*asked):
-        batch = samples_of(*asked)
+    def uniform(*arguments):
+        batch = samples_of(*arguments)
         return batch.with_columns(rewards=np.ones(len(batch), np.float32))
 
     run.servers._samples = uniform
-    if told:
-        with pytest.raises(ConfigError, match=told):
+    if message:
+        with pytest.raises(ConfigError, match=message):
             run.train()
     else:
         run.train()
@@ -293,8 +297,8 @@ def test_a_step_begins_as_many_groups_for_a_filter_as_max_rounds_says(tmp_path):
     run = Run(tmp_path, filter=samples, num_steps=1, asynchronous={"max_groups": 1})
     samples_of = run.servers._samples
 
-    def uniform(*asked):
-        batch = samples_of(*asked)
+    def uniform(*arguments):
+        batch = samples_of(*arguments)
         return batch.with_columns(rewards=np.ones(len(batch), np.float32))
 
     run.servers._samples = uniform
@@ -344,11 +348,11 @@ def test_servers_that_say_nothing_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     collect = run.servers.collect
 
-    def three_seconds(*asked):
+    def three_seconds(*arguments):
         clock[0] += 3.0
         calls.append(clock[0])
         run.servers.is_silent = len(calls) > 1
-        return collect(*asked)
+        return collect(*arguments)
 
     run.servers.collect = three_seconds
     with pytest.raises(WorkerError, match=r"no group of samples has come for timeouts.call_s=10 s"):

@@ -47,12 +47,12 @@ class Model:
 
 def batch_of(*responses: list[int], mask: list[list[int]] | None = None) -> Batch:
     ids = Jagged.pack(responses, np.int64)
-    ones = [[1] * len(row) for row in responses]
+    full_mask = [[1] * len(row) for row in responses]
     return Batch(
         {
             "prompt_ids": Jagged.pack([[1, 2]] * len(responses), np.int64),
             "response_ids": ids,
-            "response_mask": Jagged.pack(mask or ones, np.int8),
+            "response_mask": Jagged.pack(mask or full_mask, np.int8),
             "margins": np.repeat([0.5, 0.0], 2)[: len(responses)],
         }
     )
@@ -80,15 +80,15 @@ def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     objective = PreferenceObjective(
         model, loss, Reference(reference.compute_log_probs, offloaded=reference)
     )
-    found = objective.step(PAIRS, Stopwatch())
+    metrics = objective.step(PAIRS, Stopwatch())
     [updated] = model.updates
-    wanted = loss(build_pair_inputs(updated))
+    losses = loss(build_pair_inputs(updated))
     # The log-ratio of each response is half its number of tokens.
     margins = 0.2 * 0.5 * np.array([2 - 1, 1 - 3])
-    assert found["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean())
-    assert found["accuracy"] == 0.5
-    assert found["grad_norm"] == 1.0
-    slopes = np.repeat([wanted.chosen, wanted.rejected], 1, axis=1).T.reshape(-1) / 2
+    assert metrics["loss"] == pytest.approx(np.log1p(np.exp(-margins)).mean())
+    assert metrics["accuracy"] == 0.5
+    assert metrics["grad_norm"] == 1.0
+    slopes = np.repeat([losses.chosen, losses.rejected], 1, axis=1).T.reshape(-1) / 2
     weights = np.repeat(slopes, [2, 1, 1, 3])
     np.testing.assert_allclose(updated.jagged("loss_weights").values, weights, rtol=1e-6)
     assert reference.moves == ["host"]  # scoring has brought it to its device
@@ -96,19 +96,19 @@ def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
 
 def test_a_reward_model_is_scored_at_the_last_token_with_the_margin_of_each_pair():
     model = Model()
-    found = RewardObjective(model).step(PAIRS, Stopwatch())
-    wanted = bradley_terry(np.array([1.0, 1.25]), np.array([2.25, 0.5]), np.array([0.5, 0.0]))
-    assert found["loss"] == pytest.approx(wanted.loss.mean())
+    metrics = RewardObjective(model).step(PAIRS, Stopwatch())
+    losses = bradley_terry(np.array([1.0, 1.25]), np.array([2.25, 0.5]), np.array([0.5, 0.0]))
+    assert metrics["loss"] == pytest.approx(losses.loss.mean())
     weights = model.updates[0].jagged("loss_weights")
     assert weights.lengths.tolist() == [1, 1, 1, 1]
-    np.testing.assert_allclose(weights.values[::2], wanted.chosen / 2, rtol=1e-6)
-    np.testing.assert_allclose(weights.values[1::2], wanted.rejected / 2, rtol=1e-6)
+    np.testing.assert_allclose(weights.values[::2], losses.chosen / 2, rtol=1e-6)
+    np.testing.assert_allclose(weights.values[1::2], losses.rejected / 2, rtol=1e-6)
 
 
 def test_an_evaluation_on_pairs_weighs_every_pair_alike():
-    whole = RewardObjective(Model()).evaluate(iter([PAIRS]))
+    expected = RewardObjective(Model()).evaluate(iter([PAIRS]))
     batches = [PAIRS.take([0, 1]), PAIRS.take([2, 3])]
-    assert RewardObjective(Model()).evaluate(iter(batches)) == pytest.approx(whole)
+    assert RewardObjective(Model()).evaluate(iter(batches)) == pytest.approx(expected)
 
 
 def test_a_loop_reports_each_step_with_its_times_and_its_rate():
@@ -129,14 +129,14 @@ def test_the_error_of_a_held_out_loss_takes_the_tokens_of_a_row_together():
             return batch.with_columns(log_probs=log_probs.with_values(values))
 
     batches = [batch_of([7, 7, 7], [7]), batch_of([7, 7])]
-    found = SupervisedObjective(Scored()).evaluate(iter(batches))
+    metrics = SupervisedObjective(Scored()).evaluate(iter(batches))
     values, rows = np.array([0, 1, 2, 3, 0, 1.0]), np.array([0, 0, 0, 1, 2, 2])
-    assert found["loss"] == pytest.approx(values.mean())
-    assert found["loss_stderr"] == pytest.approx(compute_standard_error(values, rows))
+    assert metrics["loss"] == pytest.approx(values.mean())
+    assert metrics["loss_stderr"] == pytest.approx(compute_standard_error(values, rows))
 
 
 def test_the_error_of_a_loss_of_pairs_is_over_pairs():
-    found = RewardObjective(Model()).evaluate(iter([PAIRS]))
+    metrics = RewardObjective(Model()).evaluate(iter([PAIRS]))
     losses = bradley_terry(np.array([1.0, 1.25]), np.array([2.25, 0.5]), np.array([0.5, 0.0])).loss
-    assert found["loss_stderr"] == pytest.approx(losses.std(ddof=1) / np.sqrt(2))
-    assert found["accuracy_stderr"] == pytest.approx(0.5)
+    assert metrics["loss_stderr"] == pytest.approx(losses.std(ddof=1) / np.sqrt(2))
+    assert metrics["accuracy_stderr"] == pytest.approx(0.5)

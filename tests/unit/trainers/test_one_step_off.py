@@ -59,11 +59,11 @@ class Policy(LocalWorkers, Actor):
     def update(self, batch, *, sizes, temperature):
         step = self.version + 1
         if step < NUM_STEPS:
-            self.servers.wait_for(lambda: self.servers.num_asked > step)
+            self.servers.wait_for(lambda: self.servers.num_requests > step)
         self.servers.events.append(f"update {step}")
         self.updates.append(batch)
         self.version += 1
-        self.servers.told(num_updates=step)
+        self.servers.set_and_notify(num_updates=step)
         return [[{"loss": float(batch.jagged("rollout_log_probs").values.sum())}] * len(sizes)]
 
     def load_checkpoint(self, path):
@@ -77,7 +77,7 @@ class Servers(Answering):
     def __init__(self):
         self.events: list[str] = []
         self.version, self.fails_at, self.lies = 0, 0, False
-        self.num_asked, self.num_updates, self.is_answering = 0, 0, False
+        self.num_requests, self.num_updates, self.is_answering = 0, 0, False
         self.waits = False  # samples k + 1 for the end of update k
         self.resend, self.could_resend = None, list[bool]()  # while it has generated
         self.changed = threading.Condition()
@@ -88,7 +88,7 @@ class Servers(Answering):
         with self.changed:
             assert not self.waits or self.changed.wait_for(what, LIMIT_S), self.events
 
-    def told(self, **values):
+    def set_and_notify(self, **values):
         with self.changed:
             for name, value in values.items():
                 setattr(self, name, value)
@@ -98,16 +98,16 @@ class Servers(Answering):
         groups = prompts.array("group_ids").tolist()
         self.events.append(f"generate {groups[0]}-{groups[-1]} of {self.version}")
         self.could_resend.append(self.resend is not None)
-        self.told(num_asked=self.num_asked + 1, is_answering=True)
-        self.wait_for(lambda: self.num_updates >= self.num_asked - 1)
-        if self.num_asked == self.fails_at:
+        self.set_and_notify(num_requests=self.num_requests + 1, is_answering=True)
+        self.wait_for(lambda: self.num_updates >= self.num_requests - 1)
+        if self.num_requests == self.fails_at:
             raise WorkerError("rollout.generate: rank 0 raised")
         self.is_answering = False
         return [self._answers(np.repeat(groups, sampling.n))]
 
     def _answers(self, groups) -> Batch:
         ids = Jagged.pack([[group, group + 1] for group in groups], np.int64)
-        mine = self.version - int(self.lies)
+        version = self.version - int(self.lies)
         return Batch(
             dict(
                 group_ids=groups,
@@ -115,7 +115,7 @@ class Servers(Answering):
                 response_ids=ids,
                 response_mask=ids.with_values(np.ones(len(ids.values), np.int8)),
                 rollout_log_probs=ids.with_values(log_probs_of(ids.values, self.version)),
-                weight_versions=ids.with_values(np.full(len(ids.values), mine)),
+                weight_versions=ids.with_values(np.full(len(ids.values), version)),
                 rewards=(np.arange(len(groups)) % 3 == 0).astype(np.float32),
                 reward_errors=np.array([""] * len(groups)),
                 finish_reasons=np.array(["stop"] * len(groups)),
@@ -141,9 +141,11 @@ class Run:
     def __init__(self, folder, mode="one_step_off", staleness=None, num_steps=NUM_STEPS, **other):
         self.rows: list[dict[str, float]] = []
         config = RLConfig(output_dir=str(folder))
-        own = {"save_every": 0, "prompts_per_step": 2}
-        own = {name: other.pop(name, value) for name, value in own.items()}
-        config.trainer = TrainerConfig(mode=mode, staleness=staleness, num_steps=num_steps, **own)
+        defaults = {"save_every": 0, "prompts_per_step": 2}
+        defaults = {name: other.pop(name, value) for name, value in defaults.items()}
+        config.trainer = TrainerConfig(
+            mode=mode, staleness=staleness, num_steps=num_steps, **defaults
+        )
         config.placement.rollout = "own"
         config.model.path = config.data.train_file = config.data.test_file = "given"
         config.algorithm = AlgorithmConfig(group_size=2, **other)
@@ -167,14 +169,14 @@ class Run:
         return self
 
 
-def same(one: Run, other: Run) -> None:
-    assert one.rows == other.rows
-    for a, b in zip(one.actor.updates, other.actor.updates, strict=True):
+def same(left: Run, right: Run) -> None:
+    assert left.rows == right.rows
+    for a, b in zip(left.actor.updates, right.actor.updates, strict=True):
         assert a.columns.keys() == b.columns.keys()
         for name, column in a.columns.items():
-            theirs = b.columns[name]
-            pairs = (column, theirs) if not isinstance(column, Jagged) else ()
-            np.testing.assert_array_equal(*pairs or (column.values, theirs.values), err_msg=name)
+            expected = b.columns[name]
+            pairs = (column, expected) if not isinstance(column, Jagged) else ()
+            np.testing.assert_array_equal(*pairs or (column.values, expected.values), err_msg=name)
 
 
 def test_the_next_samples_are_generated_while_these_are_trained_on(tmp_path):
@@ -251,18 +253,18 @@ def test_gaps_are_checked_where_the_samples_are_of_the_policy_and_others_are_wei
     ids=["plain", "rounds and replay"],
 )  # fmt: skip
 def test_staleness_0_is_the_synchronous_run(tmp_path, settings):
-    found = Run(tmp_path, staleness=0, **settings).train()
-    wanted = Run(tmp_path, mode="sync", **settings).train()
-    assert found.servers.events == wanted.servers.events
-    same(found, wanted)
-    assert all(row["max_logprob_gap"] == 0 for row in found.rows)
+    actual = Run(tmp_path, staleness=0, **settings).train()
+    expected = Run(tmp_path, mode="sync", **settings).train()
+    assert actual.servers.events == expected.servers.events
+    same(actual, expected)
+    assert all(row["max_logprob_gap"] == 0 for row in actual.rows)
 
 
 def test_a_run_that_goes_on_trains_on_the_samples_that_it_had(tmp_path):
     """With rounds and replay: prompts, buffer and samples are as they were."""
     replay = ReplayConfig(share=0.5, max_age=3, priority="uniform")
     samples = FilterConfig(group_filter="drop_uniform", max_rounds=4, replay=replay)
-    whole = Run(tmp_path / "whole", filter=samples, save_every=1).train()
+    uninterrupted = Run(tmp_path / "whole", filter=samples, save_every=1).train()
     begun = Run(tmp_path / "begun", filter=samples, save_every=1)
 
     def stop(step, metrics):
@@ -276,12 +278,12 @@ def test_a_run_that_goes_on_trains_on_the_samples_that_it_had(tmp_path):
     again.train()
     begun.rows += again.rows
     begun.actor.updates += again.actor.updates
-    same(begun, whole)
+    same(begun, uninterrupted)
 
 
 def test_the_run_that_has_ended_generates_nothing_for_a_step_that_it_does_not_have(tmp_path):
     run = Run(tmp_path, save_every=NUM_STEPS).train()
-    assert run.servers.num_asked == NUM_STEPS
+    assert run.servers.num_requests == NUM_STEPS
     state = read_checkpoint(tmp_path / f"checkpoints/step_00000{NUM_STEPS}").state
     assert state["parts"]["ahead"] == {"step": 0, "metrics": {}, "samples": None}
 
@@ -300,7 +302,7 @@ def test_a_trainer_that_fails_leaves_the_background_to_the_end_of_the_servers(tm
     run.servers.waits = True
 
     def fails(batch, **_):
-        run.servers.wait_for(lambda: run.servers.num_asked == 2)
+        run.servers.wait_for(lambda: run.servers.num_requests == 2)
         raise WorkerError("actor.update: rank 0 died")
 
     run.actor.update = fails
@@ -308,7 +310,7 @@ def test_a_trainer_that_fails_leaves_the_background_to_the_end_of_the_servers(tm
     with pytest.raises(WorkerError, match=r"actor.update: rank 0 died"):
         run.train()
     assert run.servers.is_answering
-    run.servers.told(num_updates=1)
+    run.servers.set_and_notify(num_updates=1)
     run.thread.shutdown()
 
 
@@ -336,8 +338,12 @@ def test_an_empty_batch_is_a_state_too(tmp_path):
     batch, metrics = ahead._pending.result()
     state = {"step": 1, "metrics": metrics, "samples": batch.take([]).to_arrays()}
     ahead.load_state_dict(state)
-    found, told = ahead.take(1, version=0)
-    assert len(found) == 0 and told == metrics and found.columns.keys() == batch.columns.keys()
+    batch_taken, metrics_taken = ahead.take(1, version=0)
+    assert (
+        len(batch_taken) == 0
+        and metrics_taken == metrics
+        and batch_taken.columns.keys() == batch.columns.keys()
+    )
 
 
 @pytest.mark.parametrize(
@@ -369,8 +375,8 @@ def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
     config.model.path = config.data.train_file = config.data.test_file = "given"
     config.trainer.mode, config.placement.rollout = "one_step_off", rollout
     config.placement.teacher = "a"
-    told = f"placement.rollout='{rollout}' has the servers on the pool of {mates}; .*; allowed:"
-    with pytest.raises(ConfigError, match=told):
+    message = f"placement.rollout='{rollout}' has the servers on the pool of {mates}; .*; allowed:"
+    with pytest.raises(ConfigError, match=message):
         resolve(config)
     config.placement.rollout = "auto"
     resolve(config)

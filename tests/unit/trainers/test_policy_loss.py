@@ -59,9 +59,9 @@ def test_each_loss_has_weights_of_its_own_and_the_policy_alone_is_corrected():
     names = ("kl_weights", "entropy_weights", "cross_entropy_weights")
     weights = {name: torch.ones(3) for name in names}
     correction = torch.tensor([0.5, 0.0, 2.0])
-    found = COLUMNS | weights | {"correction_weights": correction}
+    columns = COLUMNS | weights | {"correction_weights": correction}
     losses, metrics = PolicyLoss(AlgorithmConfig(entropy_coef=0.5, kl_coef=2.0))(
-        inputs(columns=found)
+        inputs(columns=columns)
     )
     kl = 2.718281828459045**-0.5 - 1 + 0.5  # k3 at a log-ratio of -0.5
     torch.testing.assert_close(losses["loss_weights"], -COLUMNS["advantages"] * correction)
@@ -96,12 +96,12 @@ def test_a_loss_of_the_package_reads_only_columns_that_an_update_sends(name):
     algorithm, batch = AlgorithmConfig(loss=name, loss_settings=settings), all_columns()
     if is_prepared(LOSSES[name]):
         batch = add_prepared_columns(batch, algorithm, [0])
-    sent = batch.select(*select_read_columns(by_reference(batch), name).names)
+    sent = batch.select(*select_read_columns(build_remote_batch(batch), name).names)
     assert {*batch.names} - {*sent.names} == {*EARLIER_COLUMNS, "rewards"}
-    found = [PolicyLoss(algorithm)(inputs(columns=tensors(one))) for one in (batch, sent)]
-    for with_all, with_sent in zip(found[0][0].values(), found[1][0].values(), strict=True):
+    results = [PolicyLoss(algorithm)(inputs(columns=tensors(columns))) for columns in (batch, sent)]
+    for with_all, with_sent in zip(results[0][0].values(), results[1][0].values(), strict=True):
         torch.testing.assert_close(with_all, with_sent)
-    assert found[0][1].keys() == found[1][1].keys()
+    assert results[0][1].keys() == results[1][1].keys()
 
 
 def all_columns() -> Batch:
@@ -113,7 +113,7 @@ def all_columns() -> Batch:
     return Batch(columns | {"response_ids": columns["advantages"], "rewards": np.ones(2)})
 
 
-def by_reference(batch: Batch) -> RemoteBatch:
+def build_remote_batch(batch: Batch) -> RemoteBatch:
     locations = RowLocations.create_missing(len(batch))
     columns = {n: RemoteColumn(locations, n, np.zeros(0, np.float32)) for n in tensors(batch)}
     return RemoteBatch(Batch({"rewards": batch["rewards"]}), columns)
@@ -125,7 +125,7 @@ def tensors(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def test_a_loss_of_ones_own_gets_all_columns_along_tokens():
-    batch = by_reference(all_columns())
+    batch = build_remote_batch(all_columns())
     sent = select_read_columns(batch, "own.py:loss").names
     assert {*batch.names} - {*sent} == {"rewards"}  # one value a sample
 
@@ -135,8 +135,10 @@ def test_a_metric_is_a_mean_over_the_column_that_stands_in_the_table():
     top = LOG_PROBS[:, None, None]
     teacher = {"teacher_top_log_probs": top, "teacher_shares": torch.ones(3, 1)}
     config = AlgorithmConfig(distillation=DistillationConfig("forward_kl"))
-    found = inputs(scores=SCORES | {"chosen_log_probs": top}, columns=COLUMNS | columns | teacher)
-    _, metrics = PolicyLoss(config)(found)
+    loss_inputs = inputs(
+        scores=SCORES | {"chosen_log_probs": top}, columns=COLUMNS | columns | teacher
+    )
+    _, metrics = PolicyLoss(config)(loss_inputs)
     named = {name: metric[0] for name, metric in metrics.items() if isinstance(metric, tuple)}
     assert named == COLUMN_OF_METRIC
 
@@ -161,7 +163,7 @@ def test_an_update_that_nothing_has_scored_before_measures_the_entropy():
     assert torch.equal(metrics["entropy"][1], SCORES["entropy"])
 
 
-OWN = """
+CUSTOM_FUNCTIONS = """
 from __future__ import annotations
 import torch
 from mcore_rl.algorithms.advantages import ADVANTAGES, compute_advantages
@@ -203,16 +205,16 @@ def advantage(inputs):
 
 
 @pytest.fixture
-def own(tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(OWN)
+def custom_functions(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(CUSTOM_FUNCTIONS)
     monkeypatch.chdir(tmp_path)
 
 
-def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
+def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(custom_functions):
     loss = PolicyLoss(AlgorithmConfig(loss="own.py:far", kl_coef=1e-9))
     assert loss.needs == {"entropy", "reference_log_probs"}
-    found, metrics = loss(inputs())
-    torch.testing.assert_close(found["loss_weights"], torch.full((3,), 0.5))
+    losses, metrics = loss(inputs())
+    torch.testing.assert_close(losses["loss_weights"], torch.full((3,), 0.5))
     assert torch.equal(metrics["entropy"], SCORES["entropy"])
 
 
@@ -237,12 +239,12 @@ def test_a_loss_outside_of_the_package_is_used_and_says_what_it_needs(own):
         ({"kl_estimator_settings": {"x": 1}}, r"algorithm.kl_estimator='k3' has no settings"),
     ],
 )  # fmt: skip
-def test_what_a_run_cannot_have_is_refused_before_it_starts(own, settings, message):
+def test_what_a_run_cannot_have_is_refused_before_it_starts(custom_functions, settings, message):
     with pytest.raises(ConfigError, match=message):
         check_functions(AlgorithmConfig(**settings))
 
 
-def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(own):
+def test_an_input_that_a_run_lacks_is_named_when_it_is_read(custom_functions):
     columns = {name: column for name, column in COLUMNS.items() if name != "reference_log_probs"}
     with pytest.raises(ConfigError, match=r"asks for reference_log_probs.*algorithm.kl_coef=0"):
         PolicyLoss(AlgorithmConfig(loss="own.py:undeclared"))(inputs(columns=columns))
@@ -260,14 +262,14 @@ def test_an_input_that_a_run_lacks_is_named_when_it_is_asked_for(own):
         ),
     ],
 )
-def test_a_loss_of_another_form_is_refused(own, settings, message):
+def test_a_loss_of_another_form_is_refused(custom_functions, settings, message):
     columns = COLUMNS | {"kl_weights": torch.ones(3)}
     with pytest.raises(ConfigError, match=message):
         PolicyLoss(AlgorithmConfig(**settings))(inputs(columns=columns))
 
 
 @pytest.mark.parametrize("name", ["remax", "own.py:greedy"])
-def test_an_advantage_of_greedy_responses_is_refused_where_a_run_makes_none(own, name):
+def test_an_advantage_of_greedy_responses_is_refused_where_a_run_makes_none(custom_functions, name):
     config = RLConfig(algorithm=AlgorithmConfig(advantage=name))
     check_greedy(config)
     config.trainer.mode = "fully_async"
@@ -355,7 +357,7 @@ def build_config(settings: list[str]) -> RLConfig:
 
 
 @pytest.mark.parametrize("reason", NEEDS_PASS)
-def test_what_reads_log_probs_before_the_update_keeps_their_pass(own, reason):
+def test_what_reads_log_probs_before_the_update_keeps_their_pass(custom_functions, reason):
     config = build_config(NEEDS_PASS[reason])
     assert find_log_prob_pass_reason(config) == reason and needs_log_prob_pass(config)
 

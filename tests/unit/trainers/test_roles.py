@@ -114,8 +114,8 @@ def test_the_log_probs_of_the_servers_are_taken_and_nothing_is_checked():
     config = RLConfig()
     config.algorithm.correction.use_rollout_log_probs = True
     scored = build_actor(None, config).compute_log_probs(build_scored_batch())
-    wanted = build_scored_batch().jagged("rollout_log_probs").values
-    np.testing.assert_array_equal(scored.jagged("log_probs").values, wanted)
+    expected = build_scored_batch().jagged("rollout_log_probs").values
+    np.testing.assert_array_equal(scored.jagged("log_probs").values, expected)
     assert compute_gaps_and_mismatch(scored, config.algorithm.correction) == ({}, {})
 
 
@@ -245,8 +245,8 @@ def test_each_mini_batch_is_prepared_with_a_seed_of_its_own(tmp_path):
         numbers = [number for number in range(3) if number != left_out]
         for number, part in zip(numbers, workers.updates, strict=True):
             drawn = part.jagged("drawn").values
-            wanted = np.random.default_rng([5, 7, 1 + number]).integers(0, 99, len(drawn))
-            np.testing.assert_array_equal(drawn, wanted)
+            expected = np.random.default_rng([5, 7, 1 + number]).integers(0, 99, len(drawn))
+            np.testing.assert_array_equal(drawn, expected)
 
 
 # Models that only score.
@@ -322,13 +322,13 @@ def test_all_teachers_score_all_rows_and_leave_their_devices_to_the_next():
     teachers = build_teachers(build_teacher_config("", "reverse_kl"))
     scored, _ = teachers.score(build_responses())
     ids = np.arange(1, 8)
-    for name, wanted in {
+    for name, expected in {
         "teacher_log_probs": np.stack([-0.5 * ids, -ids], 1),
         "teacher_shares": np.tile([0.5, 2], (7, 1)),
         "teacher_ids": np.tile(ids[:, None, None], (1, 2, 2)),
         "teacher_top_log_probs": np.stack([-0.5 * ids, -ids], 1)[..., None] - [0, 1],
     }.items():
-        np.testing.assert_array_equal(scored.jagged(name).values, wanted)
+        np.testing.assert_array_equal(scored.jagged(name).values, expected)
         assert scored.jagged(name).lengths.tolist() == [2, 1, 3, 1]
     assert teachers.workers["math"].places == ["host"]
     assert teachers.workers["code"].places == []
@@ -361,8 +361,8 @@ def test_responses_of_alternating_teachers_have_their_own_scores():
 def check_own_teachers(batch: Batch, of_tokens: list[str]) -> None:
     scored, _ = build_teachers(build_teacher_config("subject", "sampled_kl")).score(batch)
     factors = {"math": (-0.5, 0.5), "code": (-1.0, 2.0)}
-    wanted = [[factors[name][0] * id_] for id_, name in enumerate(of_tokens, 1)]
-    np.testing.assert_array_equal(scored.jagged("teacher_log_probs").values, wanted)
+    expected = [[factors[name][0] * id_] for id_, name in enumerate(of_tokens, 1)]
+    np.testing.assert_array_equal(scored.jagged("teacher_log_probs").values, expected)
     shares = [[factors[name][1]] for name in of_tokens]
     np.testing.assert_array_equal(scored.jagged("teacher_shares").values, shares)
     assert "teacher_ids" not in scored

@@ -48,9 +48,9 @@ def test_a_table_with_tokens_has_the_tokenizer_beside_it_and_log_probs_of_the_tr
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=TokenizerFile(WordLevel(words)))
     batch = Batch.collate([build_sample(0, 1.0)])
     batch = batch.with_columns(advantages=batch["rollout_log_probs"])
-    own = batch.jagged("rollout_log_probs").with_values(np.array([-0.5, 0], np.float32))
+    log_probs = batch.jagged("rollout_log_probs").with_values(np.array([-0.5, 0], np.float32))
     log = SampleLog(tmp_path, tokenizer, SampleLogConfig(num_shown=0))
-    log.write_step(1, batch.with_columns(log_probs=own))
+    log.write_step(1, batch.with_columns(log_probs=log_probs))
     log.write_step(2, batch.with_columns(log_probs=batch["rollout_log_probs"]))  # the servers'
     first, second = (
         pq.read_table(tmp_path / f"samples/step_00000{step}.parquet").to_pylist()[0]

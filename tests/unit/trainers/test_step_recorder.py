@@ -102,7 +102,7 @@ def test_peaks_of_a_resumed_run_are_the_highest_of_its_attempts(tmp_path, earlie
     assert results == {"gpu_memory": {"actor": by_rank}, "evaluation": {}}
 
 
-def test_ranks_on_a_cpu_are_asked_for_peaks_once(tmp_path):
+def test_peaks_of_ranks_on_a_cpu_are_read_once(tmp_path):
     ranks = Ranks([{}, {}], {})
     recorder, _, results = build_recorder(ranks, tmp_path)
     assert run_steps(recorder, 1, 2) == [{}, {}]

@@ -158,15 +158,15 @@ def test_a_resumed_state_draws_and_replays_what_would_have_come():
     policy = FilterConfig(
         group_filter="drop_uniform", max_rounds=9, replay=ReplayConfig(share=0.4, max_age=2)
     )
-    whole, begun, resumed = (
+    uninterrupted, begun, resumed = (
         build_sampler(policy, CurriculumConfig(name="window")) for _ in range(3)
     )
-    wanted = [collect(whole, step)[0] for step in range(1, 9)]
-    assert [collect(begun, step)[0] for step in range(1, 5)] == wanted[:4]
+    expected = [collect(uninterrupted, step)[0] for step in range(1, 9)]
+    assert [collect(begun, step)[0] for step in range(1, 5)] == expected[:4]
     resumed.prompts.load_state_dict(begun.prompts.state_dict())
     resumed.replay.load_state_dict(begun.replay.state_dict())
     collect(begun, 5)  # what was saved does not change with the run
-    assert [collect(resumed, step)[0] for step in range(5, 9)] == wanted[4:]
+    assert [collect(resumed, step)[0] for step in range(5, 9)] == expected[4:]
 
 
 def test_a_curriculum_of_other_data_is_refused():
@@ -185,9 +185,9 @@ def test_the_counts_of_a_prompt_fade_when_it_is_drawn_again():
     assert json.dumps(sampler.take(3)) and sorted(sampler.take(3)) == [0, 1, 2]
 
 
-@pytest.mark.parametrize("found", [np.array([1.0, np.nan, 0]), np.ones(2), [1.0, 1, 1]])
-def test_weights_of_ones_own_have_to_be_finite_one_a_row(found):
-    sampler = CurriculumSampler(3, 2, 0, CurriculumConfig(name="own"), lambda rates: found)
+@pytest.mark.parametrize("weights", [np.array([1.0, np.nan, 0]), np.ones(2), [1.0, 1, 1]])
+def test_weights_of_ones_own_have_to_be_finite_one_a_row(weights):
+    sampler = CurriculumSampler(3, 2, 0, CurriculumConfig(name="own"), lambda rates: weights)
     with pytest.raises(ConfigError, match=r"data.curriculum.name='own' returned .*; allowed: "):
         sampler.take(2)
 
@@ -226,20 +226,20 @@ def test_a_step_without_any_reward_is_an_error_that_shows_one():
 def test_parts_are_means_over_the_samples_that_got_a_reward():
     parts = {"reward/format": np.array([1, 0, np.nan, 1, np.nan, np.nan], np.float32)}
     finish_reasons = np.array(["stop"] * 6)
-    found = describe_samples(
+    metrics = describe_samples(
         build_rewarded_batch().with_columns(finish_reasons=finish_reasons, **parts)
     )
-    assert found["reward/format"] == pytest.approx(2 / 3)
-    assert found["reward"] == pytest.approx(0.5)
+    assert metrics["reward/format"] == pytest.approx(2 / 3)
+    assert metrics["reward"] == pytest.approx(0.5)
 
 
 def test_shuffled_rewards_are_the_same_rewards_elsewhere():
-    found = [
+    shuffled = [
         shuffle_rewards(build_rewarded_batch(), [0, step]).array("rewards") for step in (1, 1, 2)
     ]
-    assert all(sorted(rewards) == sorted(REWARDS) for rewards in found)
-    np.testing.assert_array_equal(found[0], found[1])
-    assert not np.array_equal(found[0], found[2])
+    assert all(sorted(rewards) == sorted(REWARDS) for rewards in shuffled)
+    np.testing.assert_array_equal(shuffled[0], shuffled[1])
+    assert not np.array_equal(shuffled[0], shuffled[2])
     ids = build_rewarded_batch().jagged("response_ids")
     of_turns = build_rewarded_batch().with_columns(
         process_rewards=ids.with_values(np.ones(len(ids.values)))

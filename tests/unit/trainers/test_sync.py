@@ -176,7 +176,7 @@ SAME_WITHOUT_PASS = {
 def test_a_step_that_gives_its_own_log_probs_is_one_with_a_pass_of_them(tmp_path, case):
     """The metrics, what the update gets, and the table of samples."""
     settings, columns = SAME_WITHOUT_PASS[case]
-    found = {}
+    results = {}
     for when in ("always", "auto"):
         REPORTED.clear()
         actor, tables = Model(-1.0625), Tables()
@@ -185,9 +185,12 @@ def test_a_step_that_gives_its_own_log_probs_is_one_with_a_pass_of_them(tmp_path
         given = settings | {"log_prob_pass": when}
         one_step_of(tmp_path / when, given, models, made=made, tables=tables)
         metrics = {name: v for name, v in REPORTED.items() if name in OF_SAMPLES}
-        found[when] = metrics, actor, tables.batches
-    (metrics, actor, shown), (others, without, same_shown) = found["always"], found["auto"]
-    assert others == metrics and metrics["max_logprob_gap"] == pytest.approx(0.0625)
+        results[when] = metrics, actor, tables.batches
+    (metrics, actor, shown), (other_metrics, without, same_shown) = (
+        results["always"],
+        results["auto"],
+    )
+    assert other_metrics == metrics and metrics["max_logprob_gap"] == pytest.approx(0.0625)
     assert len(without.updates) == len(actor.updates) == (case != "nothing trained")
     for before, after in zip(actor.updates, without.updates, strict=True):
         assert {*after.names} == {*before.names, "gap_mask"}
@@ -241,8 +244,8 @@ def test_a_step_with_all_that_is_between_generation_and_update(tmp_path):
     sums = [row.sum() for row in update.jagged("token_rewards")]
     np.testing.assert_allclose(sums, rewards, rtol=1e-5)
     advantages = (rewards.reshape(3, 2) - rewards.reshape(3, 2).mean(1, keepdims=True)).ravel()
-    found = [row[0] for row in update.jagged("advantages")]
-    np.testing.assert_allclose(found, advantages, atol=1e-6)
+    actual = [row[0] for row in update.jagged("advantages")]
+    np.testing.assert_allclose(actual, advantages, atol=1e-6)
     weights, mask = update.jagged("loss_weights").values, update.jagged("response_mask").values
     assert weights.tolist() == pytest.approx([0, 0, 0, 0, 1 / 8, 0, 1 / 8, 1 / 8, 1 / 8])
     corrected = update.jagged("correction_weights").values
@@ -341,17 +344,17 @@ class Shown:
         self.group_ids.append(batch.array("group_ids").tolist())
 
 
-def test_a_step_of_which_no_group_passes_is_told_and_its_samples_are_shown(tmp_path, capsys):
+def test_a_step_of_which_no_group_passes_is_reported_and_its_samples_are_shown(tmp_path, capsys):
     actor, samples, tables = Model(-1.0625), FilterConfig(group_filter="drop_uniform"), Shown()
     made = answered().with_columns(rewards=np.ones(6, np.float32))
     one_step_of(tmp_path, {"filter": samples}, {"actor": actor}, made=made, tables=tables)
     assert actor.updates == [] and tables.group_ids == [[0, 0, 1, 1, 2, 2]]
-    told = "step 1: no group has passed algorithm.filter.group_filter='drop_uniform': nothing is"
-    assert f"mcore-rl: warning: {told} learned\n" in capsys.readouterr().err
+    message = "step 1: no group has passed algorithm.filter.group_filter='drop_uniform': nothing is"
+    assert f"mcore-rl: warning: {message} learned\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("num_passing", "max_rounds", "is_told", "summary"),
+    ("num_passing", "max_rounds", "is_reported", "summary"),
     [
         (3, 1, False, ""),
         (2, 1, False, ""),
@@ -360,8 +363,8 @@ def test_a_step_of_which_no_group_passes_is_told_and_its_samples_are_shown(tmp_p
         (3, 2, False, ""),
     ],
 )
-def test_a_short_step_is_told_unless_the_filter_is_meant_to_leave_groups_out(
-    tmp_path, capsys, num_passing, max_rounds, is_told, summary
+def test_a_short_step_is_reported_unless_the_filter_is_meant_to_leave_groups_out(
+    tmp_path, capsys, num_passing, max_rounds, is_reported, summary
 ):
     """Of three prompts. Only several rounds are there to fill a step."""
     rewards = np.array([1.0, 0, 1, 0, 1, 0], np.float32)
@@ -370,37 +373,37 @@ def test_a_short_step_is_told_unless_the_filter_is_meant_to_leave_groups_out(
     made = answered().with_columns(rewards=rewards)
     models = {"actor": Model(-1.0625)}
     _, summed_up = one_step_of(tmp_path, {"filter": samples}, models, made=made)
-    told = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
-    assert (told in capsys.readouterr().err) == is_told
+    message = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
+    assert (message in capsys.readouterr().err) == is_reported
     setting = "algorithm.filter.group_filter='drop_uniform'"
     assert (f"in 1 of 1 {summary}{setting}" in summed_up) == bool(summary)
     assert summary or setting not in summed_up
 
 
-def test_dropped_responses_and_groups_that_are_gone_with_them_are_told(tmp_path, capsys):
+def test_dropped_responses_and_groups_that_are_gone_with_them_are_reported(tmp_path, capsys):
     errors = np.array(["late", "late", "late", "", "", ""])
     made = answered().with_columns(reward_errors=errors)
     one_step_of(tmp_path, {}, {"actor": Model(-1.0625)}, made=made, on_error="drop")
-    told = capsys.readouterr().err
-    assert "step 1: 3 responses are missing, as they got no reward\n" in told
-    assert "step 1: 2 groups to train on, of 3 that were asked for\n" in told
+    output = capsys.readouterr().err
+    assert "step 1: 3 responses are missing, as they got no reward\n" in output
+    assert "step 1: 2 groups to train on, of 3 that were asked for\n" in output
 
 
 def test_advantages_may_compare_responses_that_are_not_trained_on(tmp_path):
-    found = {}
+    advantages = {}
     for which in ("kept", "generated"):
         samples = FilterConfig(keep_responses=1, keep_by="best", advantages_of=which)
         settings = {"filter": samples, "advantage_settings": {"normalize_by_std": False}}
         update = after_one_step(tmp_path, settings)[2]
         pairs = zip(update.array("group_ids"), update.jagged("advantages"), strict=True)
-        found[which] = {int(group): float(row[0]) for group, row in pairs}
-    assert found == {"kept": {0: 0, 1: 0, 2: 0}, "generated": {0: 0.5, 1: 0, 2: 0}}
+        advantages[which] = {int(group): float(row[0]) for group, row in pairs}
+    assert advantages == {"kept": {0: 0, 1: 0, 2: 0}, "generated": {0: 0.5, 1: 0, 2: 0}}
 
 
 def test_remax_takes_off_the_reward_of_a_greedy_response(tmp_path):
     update = after_one_step(tmp_path, {"advantage": "remax"})[2]
-    found = [float(row[0]) for row in update.jagged("advantages")]
-    assert sorted(found) == [0.0, 0.0, 0.0, 0.75, 0.75, 1.0]
+    advantages = [float(row[0]) for row in update.jagged("advantages")]
+    assert sorted(advantages) == [0.0, 0.0, 0.0, 0.75, 0.75, 1.0]
 
 
 def test_remax_leaves_out_a_prompt_whose_greedy_response_got_no_reward(tmp_path, monkeypatch):

@@ -109,10 +109,10 @@ def test_a_training_batch_has_the_columns_that_its_parts_make_one_after_the_othe
     parts = split_mini_batches(chosen, 3, SEED)
     assert len(stats.counts) == len(parts) == 3
     for rows, count in zip(parts, stats.counts, strict=True):
-        wanted, wanted_count = add_loss_weights(corrected.take(rows), algorithm)
+        expected, wanted_count = add_loss_weights(corrected.take(rows), algorithm)
         assert count == wanted_count
-        for name in wanted.names:
-            columns = trained.take(rows)[name], wanted[name]
+        for name in expected.names:
+            columns = trained.take(rows)[name], expected[name]
             pair = [getattr(column, "values", column) for column in columns]
             np.testing.assert_array_equal(*pair, err_msg=name)
     assert any(count["loss_weights"] for count in stats.counts)
@@ -186,8 +186,8 @@ def test_without_log_probs_a_mask_says_which_tokens_the_update_compares(stalenes
 def test_advantages_are_those_of_the_group_on_every_token_of_the_response():
     scored = add_advantages(build_rewarded_batch(), AlgorithmConfig()).jagged("advantages")
     high = 0.5 / (np.sqrt(0.5) + 1e-6)
-    wanted = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
-    assert [row.tolist() for row in scored] == [pytest.approx(row) for row in wanted]
+    expected = [[high] * 2, [-high], [0.0] * 3, [0.0], [0.0], [0.0]]
+    assert [row.tolist() for row in scored] == [pytest.approx(row) for row in expected]
 
 
 def test_an_advantage_with_a_critic_gives_the_returns_as_well():
@@ -300,16 +300,16 @@ def test_each_loss_has_weights_of_its_own_times_its_coefficient():
     )
     algorithm = AlgorithmConfig(kl_coef=0.5, entropy_coef=0.1, cross_entropy_coef=2.0)
     weighted, _ = add_loss_weights(made, algorithm)
-    wanted = {
+    expected = {
         "loss_weights": [1 / 3, 0, 0, 0, 0, 0],  # a mean over three, of which two are masked
         "kl_weights": [0.1, 0.1, 0, 0.1, 0.1, 0.1],
         "entropy_weights": [0.02, 0.02, 0, 0.02, 0.02, 0.02],
         "cross_entropy_weights": [0, 0, 2, 0, 0, 0],
     }
-    for name, weights in wanted.items():
+    for name, weights in expected.items():
         assert weighted.jagged(name).values.tolist() == pytest.approx(weights, rel=1e-6), name
-    mine = made.with_columns(cross_entropy_mask=mask)
-    weights = add_loss_weights(mine, algorithm)[0].jagged("cross_entropy_weights").values
+    masked = made.with_columns(cross_entropy_mask=mask)
+    weights = add_loss_weights(masked, algorithm)[0].jagged("cross_entropy_weights").values
     assert weights.tolist() == pytest.approx([0.4, 0.4, 0, 0.4, 0.4, 0.4])
     weighted, _ = add_loss_weights(made, AlgorithmConfig(kl_coef=0.5, kl_placement="reward"))
     assert weighted.columns.keys() - made.columns.keys() == {"loss_weights"}
@@ -368,8 +368,8 @@ def test_a_trajectory_of_three_samples_weighs_as_much_as_one_of_one(mode: str, o
     )
     weighted, _ = add_loss_weights(cut_up, build_algorithm(mode))
     np.testing.assert_allclose(weighted.jagged("loss_weights").values, of_token, rtol=1e-6)
-    others = cut_up.with_columns(group_ids=np.array([7, 3, 7, 7]), trajectories=np.zeros(4, int))
-    weighted, _ = add_loss_weights(others, build_algorithm(mode))
+    separate = cut_up.with_columns(group_ids=np.array([7, 3, 7, 7]), trajectories=np.zeros(4, int))
+    weighted, _ = add_loss_weights(separate, build_algorithm(mode))
     np.testing.assert_allclose(weighted.jagged("loss_weights").values, of_token, rtol=1e-6)
 
 
@@ -378,33 +378,33 @@ def test_weights_do_not_depend_on_where_trajectories_were_cut(mode: str):
     """Bit for bit, of every loss."""
     rng, algorithm = np.random.default_rng(0), build_algorithm(mode)
     for _ in range(50):
-        whole, _ = add_loss_weights(build_random_batch(rng), algorithm)
-        parts, rows = cut(whole.drop_columns(*WEIGHTS), rng)
+        uncut, _ = add_loss_weights(build_random_batch(rng), algorithm)
+        parts, rows = cut(uncut.drop_columns(*WEIGHTS), rng)
         weighted, _ = add_loss_weights(parts, algorithm)
         for name in WEIGHTS:
-            for row in range(len(whole)):
-                mine = [i for i, of in enumerate(rows) if of == row]
-                mine.sort(key=lambda i: parts.array("segments")[i])
-                joined = np.concatenate([weighted.jagged(name)[i] for i in mine])
-                np.testing.assert_array_equal(joined, whole.jagged(name)[row])
+            for row in range(len(uncut)):
+                pieces = [i for i, of in enumerate(rows) if of == row]
+                pieces.sort(key=lambda i: parts.array("segments")[i])
+                joined = np.concatenate([weighted.jagged(name)[i] for i in pieces])
+                np.testing.assert_array_equal(joined, uncut.jagged(name)[row])
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_the_loss_is_that_of_verl_on_the_joined_trajectories(mode: str):
     rng = np.random.default_rng(1)
     for _ in range(50):
-        whole = build_random_batch(rng).drop_columns("policy_mask")
-        mask = whole.jagged("response_mask")
+        uncut = build_random_batch(rng).drop_columns("policy_mask")
+        mask = uncut.jagged("response_mask")
         losses = mask.with_values(rng.normal(size=len(mask.values)))
         padded = torch.zeros(2, len(mask), int(mask.lengths.max()), dtype=torch.float64)
         for row, n in enumerate(mask.lengths):
             padded[0, row, :n] = torch.from_numpy(losses[row].copy())
             padded[1, row, :n] = torch.from_numpy(mask[row].copy())
-        wanted = core_algos.agg_loss(*padded, MODES[mode], loss_scale_factor=LENGTH)
-        parts, _ = cut(whole.with_columns(losses=losses), rng)
+        expected = core_algos.agg_loss(*padded, MODES[mode], loss_scale_factor=LENGTH)
+        parts, _ = cut(uncut.with_columns(losses=losses), rng)
         weights = add_loss_weights(parts, build_algorithm(mode))[0].jagged("loss_weights")
         loss = weights.values @ parts.jagged("losses").values
-        assert loss == pytest.approx(wanted.item(), rel=1e-5, abs=1e-6)
+        assert loss == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -415,18 +415,18 @@ def test_trajectories_of_one_sample_have_the_weights_that_samples_have(
     """Bit for bit, also where a trajectory has lost its first samples; so has a batch of none."""
     algorithm, lengths = build_algorithm(mode), [3, 7, 11]
     mask = build_batch(lengths).jagged("response_mask")
-    wanted = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
+    expected = compute_loss_weights(mask, mode, algorithm.loss_aggregation_settings).values
     made = build_batch(lengths, group_ids=[2, 2, 0], trajectories=[1, 0, 0], segments=segments)
     for batch in (made, build_batch(lengths)):
         weighted, _ = add_loss_weights(batch, algorithm)
-        np.testing.assert_array_equal(weighted.jagged("loss_weights").values, wanted)
+        np.testing.assert_array_equal(weighted.jagged("loss_weights").values, expected)
 
 
 def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
     """The other of two does not say, and has those that the policy did not choose."""
-    mask, said = [1, 0, 1], [1, 1, 0]
+    mask, cross_entropy_mask = [1, 0, 1], [1, 1, 0]
     plain = Sample([7], [1, 2, 3], mask, [0.0] * 3, [0, -1, 0], "stop", 0)
-    saying = replace(plain, cross_entropy_mask=said, finish_reason="length")
+    saying = replace(plain, cross_entropy_mask=cross_entropy_mask, finish_reason="length")
     algorithm = AlgorithmConfig(cross_entropy_coef=3.0)
 
     def weights(made: Batch) -> list[float]:
@@ -438,8 +438,8 @@ def test_a_sample_says_which_tokens_the_cross_entropy_is_of():
         Batch.concat([Batch.collate([saying]), Batch.collate([plain])]),
     ):
         assert weights(made) == [1, 1, 0, 0, 1, 0]
-        whole = mask_truncated(made, FilterConfig(mask_truncated=True))
-        assert weights(whole) == [0, 0, 0, 0, 3, 0]
+        masked = mask_truncated(made, FilterConfig(mask_truncated=True))
+        assert weights(masked) == [0, 0, 0, 0, 3, 0]
     assert "cross_entropy_mask" not in Batch.collate([plain])
     with pytest.raises(ValueError, match="cross_entropy_mask has 1 entries for 3 response tokens"):
         replace(plain, cross_entropy_mask=[1])
@@ -482,8 +482,8 @@ def test_a_metric_is_weighted_by_the_tokens_of_its_own_loss():
         10,
     )
     metrics = merge_update_metrics([first, second])
-    wanted = {"entropy": 9 / 5, "mine": 7 / 4, "reference_kl": 5.0}
-    assert metrics == pytest.approx(wanted)
+    expected = {"entropy": 9 / 5, "mine": 7 / 4, "reference_kl": 5.0}
+    assert metrics == pytest.approx(expected)
 
 
 def test_a_mean_over_no_token_is_none():
@@ -500,8 +500,8 @@ def test_a_loss_outside_of_the_package_is_prepared_by_its_own_function(tmp_path)
     (tmp_path / "own.py").write_text(PREPARED)
     algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:good")
     prepared = add_prepared_columns(build_batch_before_update(), algorithm, [0, 1, 1])
-    wanted = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
-    np.testing.assert_array_equal(prepared.jagged("drawn").values, wanted)
+    expected = np.random.default_rng([0, 1, 1]).integers(0, 99, 9)
+    np.testing.assert_array_equal(prepared.jagged("drawn").values, expected)
 
 
 @pytest.mark.parametrize(

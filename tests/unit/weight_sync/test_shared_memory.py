@@ -125,11 +125,11 @@ def test_every_box_arrives_in_its_dtype_with_its_checksum(count):
     assert len(updates) == count
     for index, slices in enumerate(updates):
         for rank, (target, offset, data, source_rank, checksum) in enumerate(slices):
-            wanted = matrix(index).to((torch.float32, torch.bfloat16)[rank])
+            expected = matrix(index).to((torch.float32, torch.bfloat16)[rank])
             assert (target, offset, source_rank) == (f"w{rank}", (index, 0), rank)
-            assert data.dtype == wanted.dtype
-            assert torch.equal(data, wanted)
-            assert [checksum] == compute_checksums([(wanted, wanted.dtype)]).tolist()
+            assert data.dtype == expected.dtype
+            assert torch.equal(data, expected)
+            assert [checksum] == compute_checksums([(expected, expected.dtype)]).tolist()
     assert sending.mapped | list_shared_memory_maps() <= before
 
 
@@ -334,7 +334,7 @@ def receiver(listener: socket.socket) -> Connection:
 @pytest.mark.parametrize("what", attacks.SENDERS)
 def test_a_stranger_is_not_admitted_and_learns_nothing(listener, admitting, what):
     outcome = admitting()
-    assert len(attacks.send(listener.getsockname(), what)) <= attacks.SAID_AT_MOST
+    assert len(attacks.send(listener.getsockname(), what)) <= attacks.MAX_ANSWER_BYTES
     assert outcome.result() is False
 
 
@@ -359,7 +359,7 @@ def test_who_has_the_token_has_no_more_time(listener, admitting, monkeypatch):
     slow = receiver(listener)
     network.prove_token(slow.sock, TOKEN, time.monotonic() + 20)
     with pytest.raises(StreamError, match="refused: receiver was not done in time"):
-        for byte in attacks.framed(b'{"kind": "hello", "version": 7}')[:-1]:
+        for byte in attacks.frame(b'{"kind": "hello", "version": 7}')[:-1]:
             slow.sock.sendall(bytes([byte]))
             time.sleep(0.1)
             if outcome.done():
@@ -370,12 +370,12 @@ def test_who_has_the_token_has_no_more_time(listener, admitting, monkeypatch):
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (attacks.framed(b'{"kind": "\xff"}'), "a header of peer is not valid JSON: 'utf-8' codec"),
-        (attacks.framed(b"[" * 60_000 + b"]" * 60_000), "a header of peer .* nested too deep"),
+        (attacks.frame(b'{"kind": "\xff"}'), "a header of peer is not valid JSON: 'utf-8' codec"),
+        (attacks.frame(b"[" * 60_000 + b"]" * 60_000), "a header of peer .* nested too deep"),
         (b"\xff\xff\xff\xff", "peer: a header of 4294967295 bytes is not part of this protocol"),
-        (attacks.framed(b'{"kind": ' + b"9" * 5000 + b"}"), "a header of peer is not valid JSON"),
-        (attacks.framed(b"[1]"), "a header of peer is a JSON list, not an object"),
-        (attacks.framed(b'{"version": 1}'), "peer: not a header of this protocol"),
+        (attacks.frame(b'{"kind": ' + b"9" * 5000 + b"}"), "a header of peer is not valid JSON"),
+        (attacks.frame(b"[1]"), "a header of peer is a JSON list, not an object"),
+        (attacks.frame(b'{"version": 1}'), "peer: not a header of this protocol"),
     ],
 )
 def test_a_header_that_cannot_be_read_is_a_stream_error(sent, message):
@@ -394,7 +394,7 @@ def test_a_receiver_of_this_version_is_admitted(listener, admitting):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "message"),
+    ("expected", "message"),
     [
         (UPDATE | {"version": 6}, "this sends version 7, not 6"),
         (UPDATE | {"format": "sparse"}, "this sends format dense, not sparse"),
@@ -403,9 +403,9 @@ def test_a_receiver_of_this_version_is_admitted(listener, admitting):
     ],
 )
 def test_a_receiver_that_wants_another_update_or_says_none_is_refused(
-    listener, admitting, wanted, message
+    listener, admitting, expected, message
 ):
     outcome = admitting()
     with pytest.raises(StreamError, match=f"^sender refused: {message}$"):
-        greet_sender(receiver(listener), TOKEN, wanted)
+        greet_sender(receiver(listener), TOKEN, expected)
     assert outcome.result() is False

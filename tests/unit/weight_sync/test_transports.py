@@ -92,10 +92,10 @@ def check_received(route: routes.Route, received: list[list[dict[str, torch.Tens
     """Compare with the checkpoint, bit for bit."""
     assert len(received) == route.generation.world_size
     for rank, versions in enumerate(received):
-        wanted = route.read_expected(rank)
+        expected = route.read_expected(rank)
         for parameters in versions:
-            assert parameters.keys() == wanted.keys()
-            for name, tensor in wanted.items():
+            assert parameters.keys() == expected.keys()
+            for name, tensor in expected.items():
                 same = {"rtol": 0, "atol": 0, "equal_nan": True}
                 torch.testing.assert_close(parameters[name], tensor, **same, msg=name)
 
