@@ -41,6 +41,9 @@ _TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_p
 # Model types whose checkpoints stack the experts of a layer, or have them apart.
 _STACKING = ("qwen3_5_moe", "qwen3_5_moe_text")
 
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FEW_EXPERTS = 32  # more than a token has
+
 _MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Model types whose config.json does not say that they have a layer for multi-token prediction.
 _UNDECLARED_MTP = ("qwen3_next",)
@@ -276,24 +279,41 @@ def check_no_unread_field(config: HFConfig) -> None:
         ConfigError: It does not read a field that is set, and that is not known to have no effect
             on the computation.
     """
+    family = get_family(config)
+    few = {name: min(config[name], _FEW_EXPERTS) for name in _EXPERT_COUNTS if config.get(name)}
+    # Rules of all experts take seconds, and read what those of a few do.
+    unread = _list_unread_fields(config, few)
+    if unread and few:
+        unread = _list_unread_fields(config, {})
+    if unread:
+        name = unread[0]
+        raise ConfigError(
+            f"config.json: {name}={_to_json(config[name])} is not read by the family "
+            f"{family.name!r}, which may compute another model than the checkpoint's; allowed: "
+            "null, or no such field"
+        )
+
+
+def _list_unread_fields(config: HFConfig, change: HFConfig) -> list[str]:
+    """Return the fields that are set and that neither the family nor its rules read, sorted.
+
+    Args:
+        change: Other values of fields, for rules alone.
+    """
     family, names = get_family(config), set[str]()
     if "use_sliding_window" in config:  # true is refused, and without it the window is not in use
         names.add("sliding_window")
     fields: Any = _RecordedFields(config, names)
     family.config_map(fields)
     family.num_mtp_layers(fields)
+    fields = fields | change
     family.weights(fields, get_field(config, "vocab_size"))
     if family.vllm_weights is not None:
         family.vllm_weights(fields)
     if family.vllm_drafts is not None and family.num_mtp_layers(config):
         family.vllm_drafts(fields)
-    for name in sorted(config.keys() - names - _WITHOUT_EFFECT):
-        if config[name] and not name.startswith("_"):
-            raise ConfigError(
-                f"config.json: {name}={_to_json(config[name])} is not read by the family "
-                f"{family.name!r}, which may compute another model than the checkpoint's; allowed: "
-                "null, or no such field"
-            )
+    unread = sorted(config.keys() - names - _WITHOUT_EFFECT)
+    return [name for name in unread if config[name] and not name.startswith("_")]
 
 
 def _find_family(config: HFConfig) -> Family | None:
@@ -646,9 +666,7 @@ def _check_relations(config: Mapping[str, Any]) -> None:
     for name, limit in _AT_MOST:
         if name in config and limit in config and config[name] > config[limit]:
             raise ConfigError(f"config.json: {name}={config[name]} exceeds {limit}={config[limit]}")
-    experts = max(
-        config.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
+    experts = max(config.get(name, 0) for name in _EXPERT_COUNTS)
     if (total := experts * config.get("num_hidden_layers", 1)) > MAX_EXPERTS:
         raise ConfigError(
             f"config.json: {experts} experts in each of {config['num_hidden_layers']} layers make "
