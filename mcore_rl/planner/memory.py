@@ -107,10 +107,11 @@ class MemoryLimit:
 
     name: str
     memory_bytes: int
+    lane: str = "cuda"  # of its ranks: "cuda" or "cpu"
 
     @classmethod
     def parse(cls, text: str, setting: str = "--hardware") -> MemoryLimit:
-        """Parse a name of hardware, the path of its file, or gigabytes (of 1e9 bytes).
+        """Parse a name of hardware, the path of its file, or gigabytes (of 1e9 bytes) of a GPU.
 
         Raises:
             ConfigError: The name is unknown, or the number is not above 0.
@@ -123,7 +124,7 @@ class MemoryLimit:
             except ConfigError as error:
                 is_file = text.endswith((".yaml", ".yml"))
                 raise ConfigError(f"{error}" + ", or gigabytes" * (not is_file)) from error
-            return cls(hardware.name, hardware.memory_bytes)
+            return cls(hardware.name, hardware.memory_bytes, hardware.device)
         if not 0 < size < math.inf:
             raise ConfigError(f"{setting}={text!r}; allowed: a name, a file, or gigabytes above 0")
         return cls("GPU", int(size * 1e9))

@@ -308,6 +308,15 @@ def test_a_run_that_does_not_fit_its_gpus_is_refused_unless_told_to_go_on(
     assert (status, out.startswith("memory: fits, ")) == (0, True), err
 
 
+def test_a_run_on_the_hardware_of_a_cpu_is_planned_without_gpus(place, monkeypatch, capfd):
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "--hardware=cpu")
+    assert (status, out.startswith("memory: fits, ")) == (0, True), err
+    assert "CUDA" not in out
+    nodes = "--hardware=cpu", "--gpus-per-node=1"
+    status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *nodes)
+    assert status == 2 and "--gpus-per-node=1: --hardware='cpu' has device: cpu" in err
+
+
 def test_a_supervised_job_that_does_not_fit_is_refused_unless_told_to_go_on(
     place, monkeypatch, capfd
 ):

@@ -425,7 +425,7 @@ def test_commands_of_the_pages_run(
             "data.max_prompt_tokens=",
         ),
         (["step", "model.path=MODEL", "--hardware", "h100", "actor.layout.tp=3"], "tp=3"),
-        (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: cpu, cuda"),
+        (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: 'cuda', 'cpu'"),
     ],
 )
 def test_senseless_input_gets_one_error(arguments: list[str], message: str, model: Path) -> None:
@@ -433,10 +433,27 @@ def test_senseless_input_gets_one_error(arguments: list[str], message: str, mode
         main([word.replace("MODEL", str(model)) for word in arguments])
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("cpu", "float32"), ("h100", "bfloat16")])
+def test_defaults_of_settings_are_those_of_the_device_in_a_hardware_file(
+    name: str, dtype: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(load_hardware(name).to_yaml())
+    steps = []
+    for hardware, settings in (
+        (name, []),
+        (name, [f"model.dtype={dtype}"]),
+        (str(tmp_path / "mine.yaml"), []),
+    ):
+        main(["step", f"model.path={model}", *settings, "--hardware", hardware, "--json"])
+        steps.append(json.loads(capsys.readouterr().out))
+    assert steps == [steps[0]] * 3
+
+
 def test_calibrate_writes_a_file_that_plans_accept(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    main(["calibrate", "--device", "cpu", "--write", str(path)])
+    main(["calibrate", "--device", "cpu", "--base", "h100", "--write", str(path)])
     hardware = load_hardware(str(path))
+    assert hardware.device == "cpu"
     assert 1e9 < hardware.get_flops("float32") < 1e13
     assert 1e8 < hardware.memory_rate < 1e12
     assert 1e-8 < hardware.kernel_latency_s < 1e-3
