@@ -299,7 +299,8 @@ class _Planner:
         largest = max(actor.stages, key=lambda stage: stage.weight_bytes)
         served = rollout.stages[0].weight_bytes
         if are_colocated(config.placement, "actor", "rollout"):
-            kinds = {"weights": largest.weight_bytes + served, "buffers": buckets}
+            sent = count_state_bytes(config.actor, largest)["weights"]
+            kinds = {"weights": sent + served, "buffers": buckets}
             if self.is_gpu:
                 kinds["CUDA graphs"] = count_graph_bytes(config.rollout, self.model)
             yield Moment("weight sync", "actor", largest.ranks, self._add_overhead("actor", kinds))

@@ -346,6 +346,9 @@ def test_fsdp_with_cpu_offload_has_weights_gradients_and_adam_on_the_host():
     parameters = plan.roles[0].stages[0].parameters
     assert plan.host["FSDP2 on the host"] == 8 * 16 * parameters
     assert "offloaded weights" not in plan.host and plan.uncounted == ("actor",)
+    [servers] = [role for role in plan.roles if role.name == "rollout"]
+    # Boxes of the shards are copied to the buckets of a weight sync; the shards stay.
+    assert get_moments(plan)["weight sync"].kinds["weights"] == servers.stages[0].weight_bytes
 
 
 def test_every_kind_of_a_plan_has_a_column():
