@@ -41,8 +41,8 @@ from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.roles import (
     get_frozen_engines,
     get_frozen_paths,
+    has_reference_model,
     needs_critic,
-    needs_reference,
 )
 from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
@@ -139,7 +139,7 @@ def search_layouts(
     load = Load(tokens, lengths.sequence)
     is_shared = are_colocated(config.placement, "actor", "rollout")
     splits = _list_splits(_count_free_devices(config, num_devices), hardware, is_shared)
-    if needs_reference(config) and not are_colocated(config.placement, "actor", "reference"):
+    if has_reference_model(config) and not are_colocated(config.placement, "actor", "reference"):
         splits = [(n // 2, num_serving) for n, num_serving in splits if n > 1]
     check = check or _check_settings
     exceeding: list[Trainer] = []
