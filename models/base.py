@@ -15,6 +15,7 @@ import re
 import reprlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,7 @@ class Family:
 
 _FAMILIES: dict[str, Family] = {}
 _BUILDERS: dict[str, Callable[[HFConfig], Family]] = {}  # families of any architecture
-_USER_FAMILIES: dict[str, Family] = {}  # that of model.family, by its import path
-_with_transformers = False  # of use_family
+_used: tuple[str, Family | None] = ("", None)  # of use_family: its argument, and what it leads to
 
 
 def register(family: Family) -> Family:
@@ -109,10 +109,10 @@ def use_family(import_path: str, setting: str = "model.family") -> None:
     Raises:
         ConfigError: The import path leads to no Family.
     """
-    _USER_FAMILIES.clear()
-    global _with_transformers
-    _with_transformers = import_path == TRANSFORMERS
-    if not import_path or _with_transformers:
+    global _used
+    _used = "", None
+    if import_path in ("", TRANSFORMERS):
+        _used = import_path, None
         return
     family = load_object(setting, import_path)
     if not isinstance(family, Family):
@@ -120,12 +120,28 @@ def use_family(import_path: str, setting: str = "model.family") -> None:
             f"{setting}={import_path!r} is no mcore_rl.models.base.Family; allowed: one; '' for "
             f"the families of this package; {TRANSFORMERS!r} for any of transformers"
         )
-    _USER_FAMILIES[import_path] = family
+    _used = import_path, family
+
+
+@contextmanager
+def scope_family(import_path: str = "", setting: str = "model.family") -> Iterator[None]:
+    """Use a family, and those that `use_family` is called with inside, until the block ends.
+
+    For a process that looks families of several runs up, one after another. Arguments and errors
+    are those of `use_family`.
+    """
+    global _used
+    before = _used
+    try:
+        use_family(import_path, setting)
+        yield
+    finally:
+        _used = before
 
 
 def get_user_family() -> str:
     """Return the import path of use_family, for a process that this one starts."""
-    return TRANSFORMERS if _with_transformers else next(iter(_USER_FAMILIES), "")
+    return _used[0]
 
 
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
@@ -184,7 +200,7 @@ def get_family(config: HFConfig) -> Family:
     if family is not None:
         return family
     architectures = config.get("architectures") or []
-    if _with_transformers and architectures:
+    if get_user_family() == TRANSFORMERS and architectures:
         return _BUILDERS[TRANSFORMERS](config)
     if has_images(config):
         raise ConfigError(
@@ -323,7 +339,8 @@ def _find_family(config: HFConfig) -> Family | None:
 
 def _list_families() -> dict[str, Family]:
     """Return families by architecture, a user's before others."""
-    return _FAMILIES | {family.architecture: family for family in _USER_FAMILIES.values()}
+    _, family = _used
+    return _FAMILIES if family is None else _FAMILIES | {family.architecture: family}
 
 
 def _list_causal_names(config: HFConfig) -> list[str]:

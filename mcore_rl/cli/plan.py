@@ -123,17 +123,17 @@ def _plan_reshard(options: argparse.Namespace) -> int:
     train = parse_layout("--train", options.train, Layout)
     generate = parse_layout("--generate", options.generate, GenerationLayout)
     from mcore_rl.jobs.remote_paths import fetch_model
-    from mcore_rl.models.base import use_family
+    from mcore_rl.models.base import scope_family
     from mcore_rl.tools import plan_reshard
 
-    use_family(options.family, "--family")
     cluster = plan_reshard.Cluster(
         options.gpus_per_node, options.nic_gbps, options.nvlink_gbps, options.nodes
     )
     model = Path(fetch_model("--model", options.model, with_weights=False))
-    report, traffic = plan_reshard.plan_reshard(
-        model, options.mode, train, generate, cluster, quantization=options.quantization
-    )
+    with scope_family(options.family, "--family"):
+        report, traffic = plan_reshard.plan_reshard(
+            model, options.mode, train, generate, cluster, quantization=options.quantization
+        )
     if options.plot:
         from mcore_rl.observability.plots import plot_traffic
 

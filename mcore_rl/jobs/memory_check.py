@@ -21,7 +21,7 @@ from mcore_rl.jobs.placement import check_engines, detect_lane, resolve_for_node
 from mcore_rl.jobs.preflight import check_layouts
 from mcore_rl.jobs.resume import prepare_settings
 from mcore_rl.jobs.supervised_preflight import check_train_engine, resolve_for_device
-from mcore_rl.models.base import HFConfig, read_config
+from mcore_rl.models.base import HFConfig, read_config, scope_family
 from mcore_rl.planner.fixes import Fix, find_fixes, list_changes, list_supervised_changes
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, plan_memory
 from mcore_rl.planner.report import print_memory, print_verdict
@@ -157,18 +157,20 @@ def prepare_plan(
 ) -> Iterator[tuple[Job, HFConfig]]:
     """Resolve settings for a plan, from config.json alone; yield them and the model's config.
 
+    Inside, the process uses the family of these settings.
+
     Args:
         checks_layout: False if the layouts of an RL run are replaced.
 
     Raises:
         ConfigError: A setting is wrong, or a layout does not fit the model.
     """
-    if not isinstance(config, RLConfig):
-        resolved = resolve_for_device(config, lane, needs_data=False)
-        yield resolved, _check_layout(resolved)
-        return
-    config = resolve_for_nodes(config, lane, needs_data=False)
-    with TemporaryDirectory() as scratch:
+    with scope_family(), TemporaryDirectory() as scratch:
+        if not isinstance(config, RLConfig):
+            resolved = resolve_for_device(config, lane, needs_data=False)
+            yield resolved, _check_layout(resolved)
+            return
+        config = resolve_for_nodes(config, lane, needs_data=False)
         prepared = prepare_settings(config, Path(scratch), None)
         if checks_layout:
             check_layouts(prepared)

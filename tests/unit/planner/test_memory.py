@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mcore_rl.cli.main import main
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     DataConfig,
@@ -26,6 +27,7 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
+from mcore_rl.jobs.memory_check import find_device
 from mcore_rl.models.base import get_family
 from mcore_rl.planner.activations import count_copies, count_layer_bytes
 from mcore_rl.planner.fixes import Fix, apply_change, find_fixes, list_changes
@@ -379,6 +381,12 @@ def test_ranks_on_the_hardware_of_a_cpu_have_no_cuda_contexts(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(read_model("Qwen3-8B")))
     _, report = plan(f"model.path={tmp_path}", f"--hardware={tmp_path / 'mine.yaml'}")
     assert all("CUDA contexts" not in moment["kinds"] for moment in report["moments"])
+
+
+def test_nodes_with_gpus_do_not_have_the_hardware_of_a_cpu():
+    message = "--gpus-per-node=8: --hardware='cpu' has device: cpu; allowed: hardware with"
+    with pytest.raises(ConfigError, match=message):
+        find_device("cpu", 8)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
-from mcore_rl.models.base import use_family
+from mcore_rl.models.base import scope_family
 from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
@@ -502,12 +502,9 @@ def test_the_float8_product_of_a_rate_is_the_product() -> None:
 
 def test_a_users_family_is_planned_without_a_change() -> None:
     example = Path(__file__).parents[3] / "examples" / "my_family.py"
-    use_family(f"{example}:FAMILY")
-    try:
-        config = {**read_model({"model": "Llama-2-7b-hf"}), "architectures": ["MistralForCausalLM"]}
+    config = {**read_model({"model": "Llama-2-7b-hf"}), "architectures": ["MistralForCausalLM"]}
+    with scope_family(f"{example}:FAMILY"):
         work = count_work(config)
-    finally:
-        use_family("")
     assert work.parameters == 6_738_415_616  # of Llama 2, whose tensors Mistral's are
     engine = RLConfig().actor
     assert TrainingModel(work, engine, H100).count_local_parameters() == (6_738_411_520, 0)
