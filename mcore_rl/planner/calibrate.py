@@ -209,11 +209,11 @@ def _exchange_messages(device: str, endpoint: RendezvousEndpoint, rank: int) -> 
         send, receive = (partial(call, message, 1 - rank) for call in (dist.send, dist.recv))
         first, second = (send, receive) if rank == 0 else (receive, send)
 
-        def go_to_and_fro(first: Callable[[], object], second: Callable[[], object]) -> None:
+        def exchange_messages(first: Callable[[], object], second: Callable[[], object]) -> None:
             first()
             second()
 
-        exchange = partial(go_to_and_fro, first, second)
+        exchange = partial(exchange_messages, first, second)
         exchange()  # connects; NCCL makes its channels
         if device == "cuda":
             times = [_time_by_events(exchange, calls) for _ in range(_REPEATS)]

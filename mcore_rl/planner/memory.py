@@ -179,7 +179,7 @@ class _Planner:
                 continue
             is_trained = any(stage.gradient_bytes for stage in role.stages)
             yield from self._plan_passes(role, is_trained=is_trained)
-        yield from self._plan_push()
+        yield from self._plan_weight_sync()
 
     # Training engines
 
@@ -292,7 +292,7 @@ class _Planner:
 
     # Weight updates
 
-    def _plan_push(self) -> Iterator[Moment]:
+    def _plan_weight_sync(self) -> Iterator[Moment]:
         """Plan the weight update: both copies on shared devices, and two buckets a rank."""
         config, buckets = self.config, 2 * self.config.weight_sync.bucket_bytes
         actor, rollout = self.roles["actor"], self.roles["rollout"]

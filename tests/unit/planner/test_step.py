@@ -341,6 +341,13 @@ def test_a_longer_pipeline_is_chosen_for_less_memory() -> None:
     assert tight.step.step_s > roomy.step.step_s
 
 
+def test_layouts_for_the_hardware_of_a_cpu_are_planned_without_cuda() -> None:
+    config, model = build_config("Qwen3-8B", "sync", "shared"), read_model({"model": "Qwen3-8B"})
+    best = search_layouts(config, model, replace(H100, device="cpu"), 16, LENGTHS).best[0]
+    plan = plan_memory(best.config, model, Conditions("cpu"))
+    assert max(best.training_bytes, best.serving_bytes) == plan.worst.total
+
+
 # Commands
 
 
