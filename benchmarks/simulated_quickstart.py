@@ -60,8 +60,9 @@ def compare(settings: Sequence[str], num_rounds: int) -> dict[str, Any]:
             [*settings, f"trainer.num_steps={sizes * (1 + num_rounds)}"], MODE, folder
         )
         rl.run(config)
-        steps = read_steps(folder)[sizes:]  # the first of each size warms up
-    full = steps[InterleavedTrainer.shares.index(1.0) :: sizes]
+        # The first of each size warms up.
+        steps = [step for step in read_steps(folder) if step.step > sizes]
+    full = [step for step in steps if InterleavedTrainer.get_share(step.step) == 1.0]
     measured = summarize_steps([step for step in steps if step not in full], config)
     simulated = prepare_config(
         compose_config(

@@ -15,6 +15,7 @@ import re
 import reprlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,9 @@ _TRANSPOSED = {"qwen3_vl_moe": re.compile(r"\.mlp\.experts\.(gate_up_proj|down_p
 
 # Model types whose checkpoints stack the experts of a layer, or have them apart.
 _STACKING = ("qwen3_5_moe", "qwen3_5_moe_text")
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_FEW_EXPERTS = 32  # more than a token has
 
 _MTP_FIELDS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 # Model types whose config.json does not say that they have a layer for multi-token prediction.
@@ -78,8 +82,7 @@ class Family:
 
 _FAMILIES: dict[str, Family] = {}
 _BUILDERS: dict[str, Callable[[HFConfig], Family]] = {}  # families of any architecture
-_USER_FAMILIES: dict[str, Family] = {}  # that of model.family, by its import path
-_with_transformers = False  # of use_family
+_used: tuple[str, Family | None] = ("", None)  # of use_family: its argument, and what it leads to
 
 
 def register(family: Family) -> Family:
@@ -106,10 +109,10 @@ def use_family(import_path: str, setting: str = "model.family") -> None:
     Raises:
         ConfigError: The import path leads to no Family.
     """
-    _USER_FAMILIES.clear()
-    global _with_transformers
-    _with_transformers = import_path == TRANSFORMERS
-    if not import_path or _with_transformers:
+    global _used
+    _used = "", None
+    if import_path in ("", TRANSFORMERS):
+        _used = import_path, None
         return
     family = load_object(setting, import_path)
     if not isinstance(family, Family):
@@ -117,12 +120,28 @@ def use_family(import_path: str, setting: str = "model.family") -> None:
             f"{setting}={import_path!r} is no mcore_rl.models.base.Family; allowed: one; '' for "
             f"the families of this package; {TRANSFORMERS!r} for any of transformers"
         )
-    _USER_FAMILIES[import_path] = family
+    _used = import_path, family
+
+
+@contextmanager
+def scope_family(import_path: str = "", setting: str = "model.family") -> Iterator[None]:
+    """Use a family, and those that `use_family` is called with inside, until the block ends.
+
+    For a process that looks families of several runs up, one after another. Arguments and errors
+    are those of `use_family`.
+    """
+    global _used
+    before = _used
+    try:
+        use_family(import_path, setting)
+        yield
+    finally:
+        _used = before
 
 
 def get_user_family() -> str:
     """Return the import path of use_family, for a process that this one starts."""
-    return TRANSFORMERS if _with_transformers else next(iter(_USER_FAMILIES), "")
+    return _used[0]
 
 
 def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig:
@@ -181,7 +200,7 @@ def get_family(config: HFConfig) -> Family:
     if family is not None:
         return family
     architectures = config.get("architectures") or []
-    if _with_transformers and architectures:
+    if get_user_family() == TRANSFORMERS and architectures:
         return _BUILDERS[TRANSFORMERS](config)
     if has_images(config):
         raise ConfigError(
@@ -276,24 +295,41 @@ def check_no_unread_field(config: HFConfig) -> None:
         ConfigError: It does not read a field that is set, and that is not known to have no effect
             on the computation.
     """
+    family = get_family(config)
+    few = {name: min(config[name], _FEW_EXPERTS) for name in _EXPERT_COUNTS if config.get(name)}
+    # Rules of all experts take seconds, and read what those of a few do.
+    unread = _list_unread_fields(config, few)
+    if unread and few:
+        unread = _list_unread_fields(config, {})
+    if unread:
+        name = unread[0]
+        raise ConfigError(
+            f"config.json: {name}={_to_json(config[name])} is not read by the family "
+            f"{family.name!r}, which may compute another model than the checkpoint's; allowed: "
+            "null, or no such field"
+        )
+
+
+def _list_unread_fields(config: HFConfig, change: HFConfig) -> list[str]:
+    """Return the fields that are set and that neither the family nor its rules read, sorted.
+
+    Args:
+        change: Other values of fields, for rules alone.
+    """
     family, names = get_family(config), set[str]()
     if "use_sliding_window" in config:  # true is refused, and without it the window is not in use
         names.add("sliding_window")
     fields: Any = _RecordedFields(config, names)
     family.config_map(fields)
     family.num_mtp_layers(fields)
+    fields = fields | change
     family.weights(fields, get_field(config, "vocab_size"))
     if family.vllm_weights is not None:
         family.vllm_weights(fields)
     if family.vllm_drafts is not None and family.num_mtp_layers(config):
         family.vllm_drafts(fields)
-    for name in sorted(config.keys() - names - _WITHOUT_EFFECT):
-        if config[name] and not name.startswith("_"):
-            raise ConfigError(
-                f"config.json: {name}={_to_json(config[name])} is not read by the family "
-                f"{family.name!r}, which may compute another model than the checkpoint's; allowed: "
-                "null, or no such field"
-            )
+    unread = sorted(config.keys() - names - _WITHOUT_EFFECT)
+    return [name for name in unread if config[name] and not name.startswith("_")]
 
 
 def _find_family(config: HFConfig) -> Family | None:
@@ -303,7 +339,8 @@ def _find_family(config: HFConfig) -> Family | None:
 
 def _list_families() -> dict[str, Family]:
     """Return families by architecture, a user's before others."""
-    return _FAMILIES | {family.architecture: family for family in _USER_FAMILIES.values()}
+    _, family = _used
+    return _FAMILIES if family is None else _FAMILIES | {family.architecture: family}
 
 
 def _list_causal_names(config: HFConfig) -> list[str]:
@@ -646,9 +683,7 @@ def _check_relations(config: Mapping[str, Any]) -> None:
     for name, limit in _AT_MOST:
         if name in config and limit in config and config[name] > config[limit]:
             raise ConfigError(f"config.json: {name}={config[name]} exceeds {limit}={config[limit]}")
-    experts = max(
-        config.get(name, 0) for name in ("num_experts", "num_local_experts", "n_routed_experts")
-    )
+    experts = max(config.get(name, 0) for name in _EXPERT_COUNTS)
     if (total := experts * config.get("num_hidden_layers", 1)) > MAX_EXPERTS:
         raise ConfigError(
             f"config.json: {experts} experts in each of {config['num_hidden_layers']} layers make "

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from mcore_rl.cli import plan_simulate, plan_time
 from mcore_rl.cli.options import AXES, FAMILY, SERVED_AXES, Parser, parse_layout
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.reshard.layout import GenerationLayout
 
@@ -56,32 +57,40 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     about = "sequences of a server at once; default: those of a step"
     add("--concurrency", type=int, default=0, metavar="N", help=about)
     add("--length", type=int, default=0, metavar="N", help="their tokens; default: the longest")
-    add("--lane", default="cuda", metavar="cuda", help="cuda (the default) or cpu")
+    about = "cuda or cpu; default: the device of --hardware, or cuda"
+    add("--lane", metavar="cuda", help=about)
     add("--json", action="store_true", help="print one JSON object")
 
 
 def _plan_memory(options: argparse.Namespace) -> int:
     from mcore_rl.config.checks import check_choice
     from mcore_rl.inference.registry import check_server_settings
+    from mcore_rl.planner.hardware import DEVICES
     from mcore_rl.planner.memory import Conditions, MemoryLimit
     from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
 
-    check_choice("--lane", options.lane, ("cuda", "cpu"))
+    device = None if options.hardware is None else MemoryLimit.parse(options.hardware)
+    lane = options.lane or (device.lane if device else "cuda")
+    check_choice("--lane", lane, DEVICES)
+    if device is not None and lane != device.lane:
+        raise ConfigError(
+            f"--lane={lane!r}: the device of --hardware={options.hardware!r} is {device.lane!r}; "
+            "allowed: that, or no --lane"
+        )
     conditions = Conditions(
-        options.lane,
+        lane,
         options.imbalance,
         options.concurrency,
         options.length,
         options.gpus_per_node,
     )
-    device = None if options.hardware is None else MemoryLimit.parse(options.hardware)
     config = plan_time.compose_job(options)
     from mcore_rl.jobs.memory_check import check_memory, prepare_plan
 
-    with prepare_plan(config, options.lane) as (prepared, model):
+    with prepare_plan(config, lane) as (prepared, model):
         # CUDA graphs are planned by rollout.engine.
         if isinstance(prepared, RLConfig) and prepared.rollout.engine:
-            check_server_settings(prepared.rollout, device=options.lane)
+            check_server_settings(prepared.rollout, device=lane)
         check = check_memory(prepared, model, conditions, device)
     if options.json:
         report = build_memory_json(check.plan, conditions, device, check.fixes)
@@ -114,17 +123,17 @@ def _plan_reshard(options: argparse.Namespace) -> int:
     train = parse_layout("--train", options.train, Layout)
     generate = parse_layout("--generate", options.generate, GenerationLayout)
     from mcore_rl.jobs.remote_paths import fetch_model
-    from mcore_rl.models.base import use_family
+    from mcore_rl.models.base import scope_family
     from mcore_rl.tools import plan_reshard
 
-    use_family(options.family, "--family")
     cluster = plan_reshard.Cluster(
         options.gpus_per_node, options.nic_gbps, options.nvlink_gbps, options.nodes
     )
     model = Path(fetch_model("--model", options.model, with_weights=False))
-    report, traffic = plan_reshard.plan_reshard(
-        model, options.mode, train, generate, cluster, quantization=options.quantization
-    )
+    with scope_family(options.family, "--family"):
+        report, traffic = plan_reshard.plan_reshard(
+            model, options.mode, train, generate, cluster, quantization=options.quantization
+        )
     if options.plot:
         from mcore_rl.observability.plots import plot_traffic
 

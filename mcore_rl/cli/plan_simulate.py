@@ -94,8 +94,8 @@ def _predict(
     from mcore_rl.tools.simulate.times import predict_times
 
     config = compose_config(RLConfig, settings)
-    with prepare_job(config, options.hardware) as (prepared, model):
+    hardware = load_hardware(options.hardware)
+    with prepare_job(config, hardware) as (prepared, model):
         assert isinstance(prepared, RLConfig)
-        hardware = load_hardware(options.hardware)
         sync_bytes = count_sync_bytes(prepared, model, hardware)
         return predict_times(prepared, model, hardware, lengths, options.prompt_tokens, sync_bytes)

@@ -23,6 +23,7 @@ from mcore_rl.config.schema import JOB_SCHEMAS, RLConfig, TrainConfig
 if TYPE_CHECKING:
     from mcore_rl.models.base import HFConfig
     from mcore_rl.planner.generation import Lengths
+    from mcore_rl.planner.hardware import Hardware
     from mcore_rl.planner.layout import Candidate, SearchResult
     from mcore_rl.planner.step import StepTime
     from mcore_rl.planner.supervised import SupervisedStepTime
@@ -98,8 +99,9 @@ def run_step(options: argparse.Namespace) -> int:
     from mcore_rl.planner.supervised import predict_supervised_step
 
     step: StepTime | SupervisedStepTime
-    with prepare_job(config, options.hardware) as (prepared, model):
-        hardware, lengths = load_hardware(options.hardware), _build_lengths(prepared, options)
+    hardware = load_hardware(options.hardware)
+    with prepare_job(config, hardware) as (prepared, model):
+        lengths = _build_lengths(prepared, options)
         if isinstance(prepared, RLConfig):
             sync_bytes = count_sync_bytes(prepared, model, hardware)
             step = predict_step(prepared, model, hardware, lengths, sync_bytes=sync_bytes)
@@ -124,10 +126,11 @@ def run_layout(options: argparse.Namespace) -> int:
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.layout import search_layouts
 
-    with prepare_job(config, options.hardware, checks_layout=False) as (prepared, model):
+    hardware = load_hardware(options.hardware)
+    with prepare_job(config, hardware, checks_layout=False) as (prepared, model):
         assert isinstance(prepared, RLConfig)
-        hardware, lengths = load_hardware(options.hardware), _build_lengths(prepared, options)
-        check = partial(check_settings, lane=_get_lane(options.hardware))
+        lengths = _build_lengths(prepared, options)
+        check = partial(check_settings, lane=hardware.device)
         result = search_layouts(prepared, model, hardware, options.devices, lengths, check)
     if options.write:
         _write_recipe(options, result.best[0])
@@ -184,7 +187,7 @@ def compose_job(options: argparse.Namespace) -> RLConfig | TrainConfig:
 
 @contextmanager
 def prepare_job(
-    config: RLConfig | TrainConfig, hardware: str, *, checks_layout: bool = True
+    config: RLConfig | TrainConfig, hardware: Hardware, *, checks_layout: bool = True
 ) -> Iterator[tuple[RLConfig | TrainConfig, HFConfig]]:
     """Resolve settings for some hardware; yield them and config.json of the model.
 
@@ -192,20 +195,10 @@ def prepare_job(
         checks_layout: False if the layouts of the settings are replaced.
     """
     from mcore_rl.jobs.memory_check import prepare_plan
-    from mcore_rl.planner.hardware import load_hardware
 
-    load_hardware(hardware)  # an unknown name is refused before a model is read
-    with prepare_plan(config, _get_lane(hardware), checks_layout=checks_layout) as (
-        prepared,
-        model,
-    ):
+    with prepare_plan(config, hardware.device, checks_layout=checks_layout) as (prepared, model):
         # Planned as model.dtype, which it is trained in.
         yield prepared, {k: v for k, v in model.items() if k != "quantization_config"}
-
-
-def _get_lane(hardware: str) -> str:
-    """Return the lane of ranks on some hardware."""
-    return "cpu" if hardware.lower() == "cpu" else "cuda"
 
 
 def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) -> Lengths:
@@ -239,7 +232,7 @@ def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) 
     return Lengths(mean, longest, options.length_sigma, prompt)
 
 
-def count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Any) -> float | None:
+def count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Hardware) -> float | None:
     """Return the most bytes into or out of a device in a weight sync; None without a plan."""
     from mcore_rl.inference.registry import load_server_class
     from mcore_rl.jobs.dry_run import compute_sync_traffic

@@ -104,7 +104,7 @@ class SimulatedGroup(WorkerGroup):
         model: RankModel,
         schedule: Schedule,
     ) -> None:
-        """Build the group; its ranks are there at once.
+        """Build the group; its ranks are there at once, and no call starts them.
 
         Args:
             schedule: Calls back later, when the driver waits.
@@ -114,8 +114,10 @@ class SimulatedGroup(WorkerGroup):
         self._arrived: list[RankCall] = []
         self._set_up(name, worker_class, layout, timeouts, model.close)
         self._actors = [_RankHandle(self, rank) for rank in range(layout.world_size)]
-        built = PendingCall(self, "__init__", {}, dict, self._start_timeout)
-        self._info_call = self._rendezvous_call = self._build_call = built
+        # The calls by which Ray starts ranks, none of which waits for a reply: a start takes its
+        # time in the methods of the worker that the model answers, such as `start` of a server.
+        has_started = PendingCall(self, "__init__", {}, dict, self._start_timeout)
+        self._info_call = self._rendezvous_call = self._build_call = has_started
 
     def send(self, rank: int, call: MethodCall, stored: tuple[Any, ...]) -> RankCall:
         """Give a call to the model, together with others that are sent before the driver waits."""

@@ -19,7 +19,7 @@ from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
 from mcore_rl.jobs.memory_check import check_memory, find_device
 from mcore_rl.jobs.output import inspect_run_dir
-from mcore_rl.jobs.placement import detect_lane, get_server_config, resolve_for_nodes
+from mcore_rl.jobs.placement import get_server_config, resolve_for_nodes
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
@@ -72,8 +72,8 @@ def dry_run(
     Args:
         gpus_per_node: GPUs of each node of the cluster to plan for. None plans for this machine.
         num_nodes: Nodes of that cluster.
-        hardware: Name or file of the GPUs, or gigabytes. None: those of this machine, or
-            memory_check.DEFAULT_HARDWARE of a cluster.
+        hardware: Name or file of the devices, or gigabytes of a GPU. None: those of this machine,
+            or memory_check.DEFAULT_HARDWARE of a cluster.
         ignores_memory: Do not refuse a run that does not fit.
 
     Raises:
@@ -81,8 +81,7 @@ def dry_run(
             memory of its GPUs. An output_dir that is not empty only prints a line.
     """
     console = console or get_stdout_console()
-    lane = "cuda" if gpus_per_node or hardware is not None else detect_lane()
-    device = find_device(hardware, gpus_per_node, lane)
+    lane, device = find_device(hardware, gpus_per_node)
     config = resolve_for_nodes(config, lane, needs_data=False)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
@@ -268,8 +267,7 @@ def dry_run_supervised(
             memory of its GPUs.
     """
     console = get_stdout_console()
-    lane = "cuda" if gpus_per_node or hardware is not None else detect_lane()
-    device = find_device(hardware, gpus_per_node, lane)
+    lane, device = find_device(hardware, gpus_per_node)
     config = resolve_for_device(config, lane)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):

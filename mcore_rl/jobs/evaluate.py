@@ -60,6 +60,7 @@ from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time, list_versions
 from mcore_rl.observability.warnings import warn
 from mcore_rl.planner.roles import plan_roles
+from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
 from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool
@@ -72,7 +73,6 @@ _FREE_SETTINGS = (
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.kv_cache_bytes",
     "rollout.cores", "rollout.load_format",
 )  # fmt: skip
-_MAX_NUM_SEQS = 1024  # largest default of rollout.max_num_seqs on any GPU
 _ROUNDS = 4  # prompts of a call, as a multiple of what the servers run at a time
 Metrics = dict[str, Any]  # numbers, or {"mean": ..., "standard_error": ...}
 _SETS_PER_TABLE = 3
@@ -270,7 +270,7 @@ def _evaluate_set(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = build_held_out_batch(inputs.sets[name], inputs.count_prompts(name))
-    num_running = servers.num_servers * servers.dp * (servers.max_num_seqs or _MAX_NUM_SEQS)
+    num_running = servers.num_servers * servers.dp * (servers.max_num_seqs or DEFAULT_MAX_SEQS)
     size = max(servers.num_servers, _ROUNDS * num_running // servers.n)
     parts: list[Batch] = []
     with (

@@ -17,11 +17,11 @@ from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
-from mcore_rl.jobs.placement import check_engines, resolve_for_nodes
+from mcore_rl.jobs.placement import check_engines, detect_lane, resolve_for_nodes
 from mcore_rl.jobs.preflight import check_layouts
 from mcore_rl.jobs.resume import prepare_settings
 from mcore_rl.jobs.supervised_preflight import check_train_engine, resolve_for_device
-from mcore_rl.models.base import HFConfig, read_config
+from mcore_rl.models.base import HFConfig, read_config, scope_family
 from mcore_rl.planner.fixes import Fix, find_fixes, list_changes, list_supervised_changes
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, plan_memory
 from mcore_rl.planner.report import print_memory, print_verdict
@@ -61,16 +61,31 @@ class MemoryCheck:
             )
 
 
-def find_device(hardware: str | None, gpus_per_node: int | None, lane: str) -> MemoryLimit | None:
-    """Return the GPU to fit; None on the CPU lane."""
-    if hardware is not None:
-        return MemoryLimit.parse(hardware)
-    if gpus_per_node:
-        return MemoryLimit.parse(DEFAULT_HARDWARE)
-    if lane == "cuda" and torch.cuda.is_available():
+def find_device(hardware: str | None, gpus_per_node: int | None) -> tuple[str, MemoryLimit | None]:
+    """Return the lane of the ranks, "cuda" or "cpu", and the device to fit.
+
+    There is none to fit on the CPUs, or from a driver without the GPUs, of this cluster.
+
+    Args:
+        hardware: Name, file or gigabytes of the device.
+        gpus_per_node: GPUs of each node of a cluster that is planned for.
+
+    Raises:
+        ConfigError: The hardware is unknown, or has no GPUs.
+    """
+    if hardware is None and not gpus_per_node:
+        lane = detect_lane()
+        if lane == "cpu" or not torch.cuda.is_available():
+            return lane, None
         properties = torch.cuda.get_device_properties(0)
-        return MemoryLimit(properties.name, properties.total_memory)
-    return None
+        return lane, MemoryLimit(properties.name, properties.total_memory)
+    device = MemoryLimit.parse(DEFAULT_HARDWARE if hardware is None else hardware)
+    if gpus_per_node and device.lane == "cpu":
+        raise ConfigError(
+            f"--gpus-per-node={gpus_per_node}: --hardware={hardware!r} has device: cpu; allowed: "
+            "hardware with device: cuda"
+        )
+    return device.lane, device
 
 
 def check_memory(
@@ -142,18 +157,20 @@ def prepare_plan(
 ) -> Iterator[tuple[Job, HFConfig]]:
     """Resolve settings for a plan, from config.json alone; yield them and the model's config.
 
+    Inside, the process uses the family of these settings.
+
     Args:
         checks_layout: False if the layouts of an RL run are replaced.
 
     Raises:
         ConfigError: A setting is wrong, or a layout does not fit the model.
     """
-    if not isinstance(config, RLConfig):
-        resolved = resolve_for_device(config, lane, needs_data=False)
-        yield resolved, _check_layout(resolved)
-        return
-    config = resolve_for_nodes(config, lane, needs_data=False)
-    with TemporaryDirectory() as scratch:
+    with scope_family(), TemporaryDirectory() as scratch:
+        if not isinstance(config, RLConfig):
+            resolved = resolve_for_device(config, lane, needs_data=False)
+            yield resolved, _check_layout(resolved)
+            return
+        config = resolve_for_nodes(config, lane, needs_data=False)
         prepared = prepare_settings(config, Path(scratch), None)
         if checks_layout:
             check_layouts(prepared)

@@ -42,8 +42,8 @@ from mcore_rl.planner.pools import PoolPlan, build_pool_plans
 from mcore_rl.planner.roles import (
     build_warm_engine,
     get_frozen_engines,
+    has_reference_model,
     needs_critic,
-    needs_reference,
 )
 from mcore_rl.rollout.server_pool import ServerPool
 
@@ -65,7 +65,7 @@ def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
 
 def list_engine_roles(config: RLConfig) -> set[str]:
     """Return the roles of a run that have a training engine."""
-    optional = {"reference": needs_reference(config), "critic": needs_critic(config)}
+    optional = {"reference": has_reference_model(config), "critic": needs_critic(config)}
     needed = {role for role, is_needed in optional.items() if is_needed}
     return {"actor"} | needed | get_frozen_engines(config).keys()
 

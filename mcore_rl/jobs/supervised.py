@@ -65,7 +65,8 @@ from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.parallel.devices import DEVICES
-from mcore_rl.planner.supervised import has_reference_model, needs_reference, shares_devices
+from mcore_rl.planner.roles import has_reference_model, needs_reference_log_probs
+from mcore_rl.planner.supervised import shares_devices
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -217,7 +218,7 @@ def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGr
         return RewardObjective(model)
     assert isinstance(config, DPOConfig)
     loss = PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
-    if not needs_reference(config):
+    if not needs_reference_log_probs(config):
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):
         return PreferenceObjective(model, loss, Reference(model.compute_reference_log_probs))

@@ -19,10 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint, RendezvousServer
 from mcore_rl.parallel.store import join_world
-from mcore_rl.planner.hardware import Hardware, Link, load_hardware
+from mcore_rl.planner.hardware import DEVICES, Hardware, Link, load_hardware
 
 _cuda: Any = torch.cuda  # its events have no types
 _REPEATS = 7
@@ -44,8 +45,7 @@ def calibrate(device: str, base: Hardware | None = None) -> Hardware:
     Raises:
         ConfigError: The device is none of cpu and cuda, or this machine has no GPU.
     """
-    if device not in ("cpu", "cuda"):
-        raise ConfigError(f"--device={device!r}; allowed: cpu, cuda")
+    check_choice("--device", device, DEVICES)
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigError("--device=cuda: torch sees no GPU; allowed: cpu")
     base = base or load_hardware("cpu" if device == "cpu" else "h100")
@@ -63,6 +63,7 @@ def calibrate(device: str, base: Hardware | None = None) -> Hardware:
     return replace(
         hardware,
         name=name,
+        device=device,
         memory_bytes=memory,
         peak_flops=peaks,
         matmul_share=1.0,
@@ -208,11 +209,11 @@ def _exchange_messages(device: str, endpoint: RendezvousEndpoint, rank: int) -> 
         send, receive = (partial(call, message, 1 - rank) for call in (dist.send, dist.recv))
         first, second = (send, receive) if rank == 0 else (receive, send)
 
-        def go_to_and_fro(first: Callable[[], object], second: Callable[[], object]) -> None:
+        def exchange_messages(first: Callable[[], object], second: Callable[[], object]) -> None:
             first()
             second()
 
-        exchange = partial(go_to_and_fro, first, second)
+        exchange = partial(exchange_messages, first, second)
         exchange()  # connects; NCCL makes its channels
         if device == "cuda":
             times = [_time_by_events(exchange, calls) for _ in range(_REPEATS)]

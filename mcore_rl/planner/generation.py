@@ -21,7 +21,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware
-from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
+from mcore_rl.planner.servers import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
 
 # Of a server's scheduler for each forward pass, which the next pass waits for. An assumption.
 SCHEDULER_S = 2e-3
@@ -257,7 +257,7 @@ class ServerModel:
 
     def predict_prefill(self, num_tokens: float, prompt: float) -> float:
         """Return the seconds of the prompts, in passes of max_num_batched_tokens."""
-        most = self.rollout.max_num_batched_tokens or 8192
+        most = self.rollout.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
         passes = math.ceil(num_tokens / most)
         tokens = num_tokens / passes / prompt
         return passes * self.predict_pass(tokens, prompt, prompt / 2)[0]

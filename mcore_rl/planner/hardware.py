@@ -18,6 +18,7 @@ from mcore_rl.config.checks import find_closest
 from mcore_rl.config.errors import ConfigError
 
 FOLDER = Path(__file__).parent / "hardware"
+DEVICES = ("cuda", "cpu")
 DTYPES = ("float32", "bfloat16", "float8")
 
 
@@ -29,6 +30,7 @@ class Hardware:
     """
 
     name: str
+    device: str  # one of DEVICES: what ranks run on
     memory_bytes: int  # that a process can allocate
     peak_flops: Mapping[str, float]  # dense matrix products a second, by dtype
     matmul_share: float
@@ -158,6 +160,10 @@ def _build_hardware(entries: Any, where: str) -> Hardware:
         problems += [f"has unknown {', '.join(unknown)}"] * bool(unknown)
         raise ConfigError(f"{where} {' and '.join(problems)}; allowed: {', '.join(names)}")
     values = dict(entries)
+    if values["device"] not in DEVICES:
+        raise ConfigError(
+            f"{where}: device={values['device']!r}; allowed: {', '.join(map(repr, DEVICES))}"
+        )
     peaks = values["peak_flops"]
     if not isinstance(peaks, dict) or "float32" not in peaks or set(peaks) - set(DTYPES):
         raise ConfigError(
@@ -170,7 +176,7 @@ def _build_hardware(entries: Any, where: str) -> Hardware:
     values["peak_flops"] = {
         dtype: _read_number(f"peak_flops.{dtype}", peak, where) for dtype, peak in peaks.items()
     }
-    for name in names[1:-1]:
+    for name in names[2:-1]:
         if name != "peak_flops":
             values[name] = _read_number(name, values[name], where)
         if not sources.get(name):

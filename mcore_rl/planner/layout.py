@@ -32,6 +32,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.engine.base import load_backend
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
+from mcore_rl.planner.activations import DEFAULT_CHUNK_BYTES
 from mcore_rl.planner.fixes import format_value
 from mcore_rl.planner.flops import LayerWork, ModelWork, count_work
 from mcore_rl.planner.generation import Lengths, ServerModel
@@ -41,21 +42,20 @@ from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.roles import (
     get_frozen_engines,
     get_frozen_paths,
+    has_reference_model,
     needs_critic,
-    needs_reference,
 )
 from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
 
-# CUDA context, NCCL buffers, workspaces of libraries and fragmentation of one process.
-RESERVED_BYTES = 6e9
+# CUDA context, NCCL buffers, workspaces of libraries and fragmentation of one process on a GPU.
+_RESERVED_BYTES = 6e9
 NUM_BEST, NUM_EXCEEDING = 10, 5
 _MOST_EXCESS = 1.3  # of the memory of a device: what "nearly fits" means
 _MOST_CHECKED = 40  # candidates whose memory is planned
 _SERVED_SHARE = 0.88  # of memory, for weights and cache of servers: the rest is graphs and buffers
 _SHARES = tuple(n / 8 for n in range(1, 8))  # of separate devices that train
-_LOGITS_BYTES = 2 << 29  # actor.logprob_chunk_bytes of a GPU, and its gradients
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ def search_layouts(
     load = Load(tokens, lengths.sequence)
     is_shared = are_colocated(config.placement, "actor", "rollout")
     splits = _list_splits(_count_free_devices(config, num_devices), hardware, is_shared)
-    if needs_reference(config) and not are_colocated(config.placement, "actor", "reference"):
+    if has_reference_model(config) and not are_colocated(config.placement, "actor", "reference"):
         splits = [(n // 2, num_serving) for n, num_serving in splits if n > 1]
     check = check or _check_settings
     exceeding: list[Trainer] = []
@@ -197,7 +197,7 @@ def _check_candidates(
 
     Add trainers that are too large to `exceeding`.
     """
-    conditions = Conditions(gpus_per_node=hardware.devices_per_node)
+    conditions = Conditions(hardware.device, gpus_per_node=hardware.devices_per_node)
     fitting: list[Candidate] = []
     too_large: list[EngineConfig] = []
     num_checked, refusal = 0, None
@@ -446,6 +446,8 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
     engine, work, layout = planner.engine, planner.work, planner.layout
     state = planner.count_optimizer_parameters() * planner.optimizer_itemsize
     tokens, hidden = engine.max_tokens_per_micro_batch, work.hidden_size
+    modules = "te" if planner.hardware.device == "cuda" else "torch"
+    logits = engine.logprob_chunk_bytes or DEFAULT_CHUNK_BYTES[modules]
     layer_elements = [
         5 * hidden
         + 2 * layer.heads_elements
@@ -471,9 +473,13 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
         "weights": sum(planner.count_local_parameters()) * planner.itemsize,
         "gradients": sum(planner.count_trained_parameters()) * FLOAT32,
         "optimizer": 0.0 if engine.optimizer.cpu_offload else state,
-        "activations": elements * tokens / layout.tp * planner.itemsize + _LOGITS_BYTES,
-        "reserved": RESERVED_BYTES,
+        "activations": elements * tokens / layout.tp * planner.itemsize + 2 * logits,
+        "reserved": _get_reserved_bytes(planner.hardware),
     }
+
+
+def _get_reserved_bytes(hardware: Hardware) -> float:
+    return _RESERVED_BYTES if hardware.device == "cuda" else 0.0
 
 
 def _list_servers(
@@ -487,7 +493,7 @@ def _list_servers(
     """Yield servers that fit, the seconds in which they generate, and their bytes."""
     sizes = get_model_sizes(model)
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
-    node = hardware.devices_per_node
+    node, reserved = hardware.devices_per_node, _get_reserved_bytes(hardware)
     longest = lengths.prompt + lengths.longest
     for workers in _list_powers(min(num_devices, 8 * node)):
         if num_devices % workers:
@@ -503,7 +509,7 @@ def _list_servers(
                 rollout.num_servers = num_devices // workers
                 rollout.nodes_per_server = max(1, workers // node)
                 weights = _count_served_bytes(work, rollout)
-                free = hardware.memory_bytes * _SERVED_SHARE - RESERVED_BYTES - weights
+                free = hardware.memory_bytes * _SERVED_SHARE - reserved - weights
                 server = ServerModel(work, model, rollout, hardware)
                 if free < server.kv_bytes * longest:
                     continue
@@ -513,7 +519,7 @@ def _list_servers(
                 seconds = server.predict(
                     lengths.draw(share).tolist(), lengths.prompt, config.algorithm.group_size
                 ).total_s
-                yield rollout, seconds, weights + rollout.kv_cache_bytes + RESERVED_BYTES
+                yield rollout, seconds, weights + rollout.kv_cache_bytes + reserved
 
 
 def _count_served_bytes(work: ModelWork, rollout: RolloutConfig) -> float:

@@ -107,10 +107,11 @@ class MemoryLimit:
 
     name: str
     memory_bytes: int
+    lane: str = "cuda"  # of its ranks: "cuda" or "cpu"
 
     @classmethod
     def parse(cls, text: str, setting: str = "--hardware") -> MemoryLimit:
-        """Parse a name of hardware, the path of its file, or gigabytes (of 1e9 bytes).
+        """Parse a name of hardware, the path of its file, or gigabytes (of 1e9 bytes) of a GPU.
 
         Raises:
             ConfigError: The name is unknown, or the number is not above 0.
@@ -123,7 +124,7 @@ class MemoryLimit:
             except ConfigError as error:
                 is_file = text.endswith((".yaml", ".yml"))
                 raise ConfigError(f"{error}" + ", or gigabytes" * (not is_file)) from error
-            return cls(hardware.name, hardware.memory_bytes)
+            return cls(hardware.name, hardware.memory_bytes, hardware.device)
         if not 0 < size < math.inf:
             raise ConfigError(f"{setting}={text!r}; allowed: a name, a file, or gigabytes above 0")
         return cls("GPU", int(size * 1e9))
@@ -178,7 +179,7 @@ class _Planner:
                 continue
             is_trained = any(stage.gradient_bytes for stage in role.stages)
             yield from self._plan_passes(role, is_trained=is_trained)
-        yield from self._plan_push()
+        yield from self._plan_weight_sync()
 
     # Training engines
 
@@ -291,14 +292,15 @@ class _Planner:
 
     # Weight updates
 
-    def _plan_push(self) -> Iterator[Moment]:
+    def _plan_weight_sync(self) -> Iterator[Moment]:
         """Plan the weight update: both copies on shared devices, and two buckets a rank."""
         config, buckets = self.config, 2 * self.config.weight_sync.bucket_bytes
         actor, rollout = self.roles["actor"], self.roles["rollout"]
         largest = max(actor.stages, key=lambda stage: stage.weight_bytes)
         served = rollout.stages[0].weight_bytes
         if are_colocated(config.placement, "actor", "rollout"):
-            kinds = {"weights": largest.weight_bytes + served, "buffers": buckets}
+            sent = count_state_bytes(config.actor, largest)["weights"]
+            kinds = {"weights": sent + served, "buffers": buckets}
             if self.is_gpu:
                 kinds["CUDA graphs"] = count_graph_bytes(config.rollout, self.model)
             yield Moment("weight sync", "actor", largest.ranks, self._add_overhead("actor", kinds))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from mcore_rl.config.resolve import OWN_POOL, get_pool
 from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.planner.roles import get_frozen_engines, needs_critic, needs_reference
+from mcore_rl.planner.roles import get_frozen_engines, has_reference_model, needs_critic
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ def build_pool_plans(config: RLConfig) -> dict[str, PoolPlan]:
     rollout, sizes = config.rollout, {"actor": config.actor.layout.world_size}
     if config.warm_start.num_steps:  # runs on the actor's devices, before the actor starts
         sizes["actor"] = max(sizes["actor"], config.warm_start.layout.world_size)
-    if needs_reference(config):
+    if has_reference_model(config):
         sizes["reference"] = config.actor.layout.world_size
     if needs_critic(config):
         sizes["critic"] = config.critic.layout.world_size

@@ -15,10 +15,12 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
+from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.peft import get_adapted_linear
 from mcore_rl.config.resolve_algorithm import build_teachers
 from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import (
+    DPOConfig,
     EngineConfig,
     Layout,
     LoRAConfig,
@@ -91,12 +93,22 @@ class _ElementCounts:
 # The models of a run, from its settings
 
 
-def needs_reference(config: RLConfig) -> bool:
-    """Return whether a run has a separate reference model.
+def needs_reference_log_probs(config: RLConfig | TrainConfig) -> bool:
+    """Return whether a job reads log-probs of a reference: a KL penalty, or the loss of dpo."""
+    if isinstance(config, RLConfig):
+        return bool(config.algorithm.kl_coef)
+    if not isinstance(config, DPOConfig):
+        return False
+    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
 
-    A LoRA actor without its adapters is the reference.
+
+def has_reference_model(config: RLConfig | TrainConfig) -> bool:
+    """Return whether a job has a separate reference model.
+
+    A LoRA model without its adapters is the reference.
     """
-    return bool(config.algorithm.kl_coef) and not config.actor.lora.rank
+    engine = config.actor if isinstance(config, RLConfig) else config.engine
+    return needs_reference_log_probs(config) and not engine.lora.rank
 
 
 def needs_critic(config: RLConfig) -> bool:
@@ -154,7 +166,7 @@ def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
         warm = build_warm_engine(config)
         plans.append(_plan_engine("warm_start", "supervised training", warm, config, model))
     plans.append(_plan_engine("actor", "log-probs, updates", actor, config, model))
-    if needs_reference(config):
+    if has_reference_model(config):
         plans.append(
             _plan_engine("reference", "log-probs for the KL", plain, config, model, trains=False)
         )
@@ -201,14 +213,12 @@ def fold_stages(stages: Sequence[StagePlan]) -> list[StagePlan]:
     return folded
 
 
-def plan_supervised_roles(
-    config: TrainConfig, model: HFConfig, *, has_reference: bool
-) -> list[RolePlan]:
-    """Return the roles of a supervised job: the model and, with has_reference, a frozen one."""
+def plan_supervised_roles(config: TrainConfig, model: HFConfig) -> list[RolePlan]:
+    """Return the roles of a supervised job: the model, and a reference model if it has one."""
     if isinstance(config, RMConfig):
         model = build_value_config(model, SEQUENCE)
     plans = [_plan_engine("model", "updates", config.engine, config, model)]
-    if has_reference:
+    if has_reference_model(config):
         plain = replace(config.engine, lora=LoRAConfig())
         plans.append(
             _plan_engine("reference", "log-probs for the loss", plain, config, model, trains=False)

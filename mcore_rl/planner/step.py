@@ -14,7 +14,12 @@ from mcore_rl.planner.flops import ModelWork, count_work
 from mcore_rl.planner.generation import GenerationTime, Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.pools import build_pool_plans, count_devices
-from mcore_rl.planner.roles import get_frozen_engines, get_frozen_paths, needs_critic
+from mcore_rl.planner.roles import (
+    get_frozen_engines,
+    get_frozen_paths,
+    needs_critic,
+    needs_reference_log_probs,
+)
 from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
@@ -112,7 +117,7 @@ def predict_step(
         "generation": generation,
         "log_probs_s": forward_s if has_pass else 0.0,
         # An actor with adapters is the reference without them.
-        "reference_s": forward_s if config.algorithm.kl_coef else 0.0,
+        "reference_s": forward_s if needs_reference_log_probs(config) else 0.0,
         "reward_model_s": scores.pop("reward_model", 0.0),
         "teachers_s": sum(scores.values()),
         "values_s": values_s,

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mcore_rl.algorithms.inputs import get_needs
-from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.config.resolve_train import count_row_conversations, get_data_config
 from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.models.base import HFConfig
@@ -32,24 +30,14 @@ from mcore_rl.planner.memory import (
     has_state_on_host,
     split_nodes,
 )
-from mcore_rl.planner.roles import RolePlan, plan_supervised_roles
+from mcore_rl.planner.roles import (
+    RolePlan,
+    has_reference_model,
+    needs_reference_log_probs,
+    plan_supervised_roles,
+)
 from mcore_rl.planner.step import get_dtype
 from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
-
-
-def needs_reference(config: TrainConfig) -> bool:
-    """Return whether the loss reads the log-probs of a reference model."""
-    if not isinstance(config, DPOConfig):
-        return False
-    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
-
-
-def has_reference_model(config: TrainConfig) -> bool:
-    """Return whether a job has a separate reference model.
-
-    A LoRA model without its adapters is the reference.
-    """
-    return needs_reference(config) and not config.engine.lora.rank
 
 
 def shares_devices(config: TrainConfig) -> bool:
@@ -71,7 +59,7 @@ def plan_supervised_memory(
         model: config.json of the model. Quantised weights are planned as what they become,
             model.dtype.
     """
-    roles = plan_supervised_roles(config, model, has_reference=has_reference_model(config))
+    roles = plan_supervised_roles(config, model)
     moments = [
         moment for role in roles for moment in _plan_role(config, model, conditions, role, roles[0])
     ]
@@ -206,7 +194,7 @@ def predict_supervised_step(
     forward_s = trained.predict_forward(load)
     update = trained.predict_update(load)
     reference_s = offload_s = 0.0
-    if needs_reference(config):
+    if needs_reference_log_probs(config):
         plain = replace(engine, lora=LoRAConfig())
         reference = TrainingModel(work, plain, hardware, dtype)
         reference_s = reference.predict_forward(load)

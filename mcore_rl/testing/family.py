@@ -26,10 +26,10 @@ from mcore_rl.models.base import (
     HFConfig,
     get_family,
     get_model_sizes,
-    get_user_family,
     get_vllm_weights,
     pad_vocab_size,
     read_config,
+    scope_family,
     use_family,
 )
 from mcore_rl.reshard.layout import GenerationLayout
@@ -76,22 +76,17 @@ def check_family(
             f"check_family: {type(config).__name__} has a vision_config, and models with images "
             "are not made; allowed: a config of the language model, with its family"
         )
-    before = get_user_family()
-    use_family(family)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model"
-            save_random_checkpoint(config, path)
-            check_rules(path)
-            hf_config = read_config(path)
-            for layout in layouts or [*_list_layouts(hf_config)]:
-                resolve_model_layout("layout", layout, get_model_sizes(hf_config))
-                run_in_processes("megatron", str(path), layout, family, timeout_s=timeout_s)
-            job = partial(check_conversion, family, str(path), folder)
-            with unwrap_failures():
-                run_in_process(job, "conversion", Path(folder), timeout_s)
-    finally:
-        use_family(before)
+    with scope_family(family), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "model"
+        save_random_checkpoint(config, path)
+        check_rules(path)
+        hf_config = read_config(path)
+        for layout in layouts or [*_list_layouts(hf_config)]:
+            resolve_model_layout("layout", layout, get_model_sizes(hf_config))
+            run_in_processes("megatron", str(path), layout, family, timeout_s=timeout_s)
+        job = partial(check_conversion, family, str(path), folder)
+        with unwrap_failures():
+            run_in_process(job, "conversion", Path(folder), timeout_s)
 
 
 def save_random_checkpoint(config: PretrainedConfig, path: Path) -> None:

@@ -59,6 +59,7 @@ def _plan_settings(run: Run, settings: Mapping[str, Any]) -> tuple[PlanReport, T
     layout = {axis: settings[f"actor.layout.{axis}"] for axis in _LAYOUT_AXES}
     return _plan(
         _find_model(run),
+        family,
         method,
         tuple(layout.items()),
         (("tp", tp), ("dp", servers * dp), ("ep", tp * dp if settings["rollout.ep"] else 1)),
@@ -78,17 +79,20 @@ def _find_model(run: Run) -> Path:
 @functools.lru_cache(maxsize=16)
 def _plan(
     model: Path,
+    family: str,
     mode: str,
     train: Axes,
     generate: Axes,
     itemsize: int,
     quantization: str | None,
 ) -> tuple[PlanReport, Traffic]:
+    from mcore_rl.models.base import scope_family
     from mcore_rl.reshard.layout import GenerationLayout
     from mcore_rl.tools.plan_reshard import Cluster, plan_reshard  # slow to import: torch
 
     layouts = Layout(**dict(train)), GenerationLayout(**dict(generate))
-    return plan_reshard(model, mode, *layouts, Cluster(), itemsize, quantization)
+    with scope_family(family):
+        return plan_reshard(model, mode, *layouts, Cluster(), itemsize, quantization)
 
 
 def build_traffic_figure(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]]:

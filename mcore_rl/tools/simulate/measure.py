@@ -39,9 +39,14 @@ class SmallStepsTrainer(SyncTrainer):
         """Yield the number of each step, with trainer.prompts_per_step set for it."""
         num_prompts = self.config.trainer.prompts_per_step
         for step in super().steps():
-            share = self.shares[(step - 1) % len(self.shares)]
+            share = self.get_share(step)
             self.config.trainer.prompts_per_step = _count_prompts(share, num_prompts)
             yield step
+
+    @classmethod
+    def get_share(cls, step: int) -> float:
+        """Return the share of the prompts that a step, from 1 on, has."""
+        return cls.shares[(step - 1) % len(cls.shares)]
 
 
 def _count_prompts(share: float, num_prompts: int) -> int:
@@ -53,12 +58,14 @@ class MeasuredStep:
     """A step of a synchronous run.
 
     Attributes:
+        step: Number of the step, from 1 on.
         seconds: Of each part.
         prompts: Tokens of the prompt of each sample.
         responses: Tokens of each response.
         events: Phases of the driver, and calls of each role, in the order of their starts.
     """
 
+    step: int
     seconds: Mapping[str, float]
     prompts: Sequence[int]
     responses: Sequence[int]
@@ -111,19 +118,22 @@ def measure_phases(timeline: StepTimeline) -> dict[str, float]:
 
 
 def read_steps(run: Path) -> list[MeasuredStep]:
-    """Read the steps of a synchronous run whose samples are all logged, by their order."""
+    """Read the steps of a synchronous run whose samples and spans are both written, in order.
+
+    `TimelineWriter` writes the spans of the first steps, then of one in ten.
+    """
     timelines = {t.step: t for t in read_timeline(run / TIMELINE_FILE) if t.phase == "training"}
     steps = []
     for step, path in list_tables(run).items():
+        if (timeline := timelines.get(step)) is None:
+            continue
         table = pq.read_table(path, columns=["prompt_ids", "response_ids"])
         prompts, responses = (
             [len(row) for row in table.column(name).to_pylist()]
             for name in ("prompt_ids", "response_ids")
         )
-        timeline = timelines[step]
-        steps.append(
-            MeasuredStep(measure_phases(timeline), prompts, responses, list_events(timeline))
-        )
+        seconds, events = measure_phases(timeline), list_events(timeline)
+        steps.append(MeasuredStep(step, seconds, prompts, responses, events))
     return steps
 
 
@@ -224,7 +234,7 @@ def measure_times(settings: Sequence[str]) -> MeasuredTimes:
             f"{__name__}:{SmallStepsTrainer.__name__}", folder,
         )  # fmt: skip
         rl.run(config)
-        steps = read_steps(folder)[num_sizes:]
+        steps = [step for step in read_steps(folder) if step.step > num_sizes]
     return summarize_steps(steps, config)
 
 

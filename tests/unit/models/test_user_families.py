@@ -20,7 +20,13 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.engine.base import EngineSpec, create_engine
 from mcore_rl.jobs.dry_run import dry_run
-from mcore_rl.models.base import get_family, get_user_family, get_vllm_weights, use_family
+from mcore_rl.models.base import (
+    get_family,
+    get_user_family,
+    get_vllm_weights,
+    scope_family,
+    use_family,
+)
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.testing.family import save_random_checkpoint
 from mcore_rl.weight_sync.spec import TransferSpec, read_served_config
@@ -70,6 +76,18 @@ def test_a_family_is_used_for_its_architecture_until_another_is():
     use_family("")
     with pytest.raises(ConfigError, match="is not supported"):
         get_family(build_config())
+
+
+def test_families_of_a_scope_are_those_of_before_when_it_ends(path):
+    use_family(FAMILY)
+    with pytest.raises(ConfigError), scope_family():
+        assert get_user_family() == ""
+        use_family("transformers")
+        with scope_family(f"{path}:QWEN3"):
+            assert get_family(build_config("Qwen3ForCausalLM")).name == "mine"
+        assert get_user_family() == "transformers"
+        use_family(f"{path}:NOTHING")
+    assert (get_family(build_config()).name, get_user_family()) == ("mistral", FAMILY)
 
 
 def test_a_family_may_take_the_place_of_one_of_this_package(path):

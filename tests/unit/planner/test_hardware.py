@@ -47,11 +47,12 @@ def test_unknown_hardware_lists_what_is_allowed() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"device": "gpu"}, "device='gpu'; allowed: 'cuda', 'cpu'"),
         ({"memory_bandwidth": -1}, "memory_bandwidth=-1; allowed: a number above 0"),
         ({"nvlink_domain": 0.5}, "nvlink_domain=0.5; allowed: a whole number"),
         ({"matmul_share": 1.2}, "matmul_share=1.2; allowed: above 0, up to 1"),
         ({"peak_flops": {"bfloat16": 1e12}}, "peak_flops=.*allowed: float32"),
-        ({"speed": 3}, "has unknown speed; allowed: name, memory_bytes"),
+        ({"speed": 3}, "has unknown speed; allowed: name, device, memory_bytes"),
         ({"sources": {}}, "sources has no memory_bytes"),
     ],
 )

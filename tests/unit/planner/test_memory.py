@@ -13,6 +13,7 @@ import pytest
 import yaml
 
 from mcore_rl.cli.main import main
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     DataConfig,
@@ -26,9 +27,11 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
+from mcore_rl.jobs.memory_check import find_device
 from mcore_rl.models.base import get_family
 from mcore_rl.planner.activations import count_copies, count_layer_bytes
 from mcore_rl.planner.fixes import Fix, apply_change, find_fixes, list_changes
+from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import (
     CONTEXT_BYTES,
     NCCL_EXCHANGE_BYTES,
@@ -232,15 +235,22 @@ def test_a_quantised_config_is_planned_as_what_it_becomes(name):
     assert plan_memory(config, model, CPU).moments == plan_memory(config, plain, CPU).moments
 
 
-def test_671b_fits_its_gpus_and_not_half_of_them(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def plan(monkeypatch, capsys):
+    """Run `mcore-rl plan memory --json` with some arguments; return exit status and report."""
+
+    def run(*arguments: str) -> tuple[int, dict]:
+        monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *arguments, "--json"])
+        status = main()
+        return status, json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_671b_fits_its_gpus_and_not_half_of_them(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(read_model("DeepSeek-V3")))
     words = ["recipe=dsv3_671b", f"model.path={tmp_path}"]
     half = ["actor.layout.dp=4", "actor.layout.ep=8", "rollout.num_servers=4"]
-
-    def plan(*settings: str) -> tuple[int, dict]:
-        monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *settings, "--json"])
-        status = main()
-        return status, json.loads(capsys.readouterr().out)
 
     status, report = plan(*words, "--hardware=h100")
     assert (status, report["fits"], report["fixes"]) == (0, True, [])
@@ -338,6 +348,9 @@ def test_fsdp_with_cpu_offload_has_weights_gradients_and_adam_on_the_host():
     parameters = plan.roles[0].stages[0].parameters
     assert plan.host["FSDP2 on the host"] == 8 * 16 * parameters
     assert "offloaded weights" not in plan.host and plan.uncounted == ("actor",)
+    [servers] = [role for role in plan.roles if role.name == "rollout"]
+    # Boxes of the shards are copied to the buckets of a weight sync; the shards stay.
+    assert get_moments(plan)["weight sync"].kinds["weights"] == servers.stages[0].weight_bytes
 
 
 def test_every_kind_of_a_plan_has_a_column():
@@ -363,6 +376,19 @@ def test_hardware_has_a_name_or_gigabytes():
     assert MemoryLimit.parse("h200").memory_bytes > 140e9
 
 
+def test_ranks_on_the_hardware_of_a_cpu_have_no_cuda_contexts(plan, tmp_path):
+    (tmp_path / "mine.yaml").write_text(load_hardware("cpu").to_yaml())
+    (tmp_path / "config.json").write_text(json.dumps(read_model("Qwen3-8B")))
+    _, report = plan(f"model.path={tmp_path}", f"--hardware={tmp_path / 'mine.yaml'}")
+    assert all("CUDA contexts" not in moment["kinds"] for moment in report["moments"])
+
+
+def test_nodes_with_gpus_do_not_have_the_hardware_of_a_cpu():
+    message = "--gpus-per-node=8: --hardware='cpu' has device: cpu; allowed: hardware with"
+    with pytest.raises(ConfigError, match=message):
+        find_device("cpu", 8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -373,6 +399,7 @@ def test_hardware_has_a_name_or_gigabytes():
         (["--imbalance=0.5"], "--imbalance=0.5; allowed: a number from 1"),
         (["--concurrency=-1"], "--concurrency=-1"),
         (["--lane=tpu"], "--lane='tpu'"),
+        (["--lane=cuda", "--hardware=cpu"], "the device of --hardware='cpu' is 'cpu'; allowed:"),
         (["actor.layout.tp=3"], "actor.layout.tp=3"),
         (["actor.layut.tp=2"], "actor.layut"),
         (["rollout.engine.max_num_sequences=2"], "rollout.engine.max_num_sequences"),

@@ -18,7 +18,7 @@ from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
-from mcore_rl.models.base import use_family
+from mcore_rl.models.base import scope_family
 from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
@@ -341,6 +341,13 @@ def test_a_longer_pipeline_is_chosen_for_less_memory() -> None:
     assert tight.step.step_s > roomy.step.step_s
 
 
+def test_layouts_for_the_hardware_of_a_cpu_are_planned_without_cuda() -> None:
+    config, model = build_config("Qwen3-8B", "sync", "shared"), read_model({"model": "Qwen3-8B"})
+    best = search_layouts(config, model, replace(H100, device="cpu"), 16, LENGTHS).best[0]
+    plan = plan_memory(best.config, model, Conditions("cpu"))
+    assert max(best.training_bytes, best.serving_bytes) == plan.worst.total
+
+
 # Commands
 
 
@@ -425,7 +432,7 @@ def test_commands_of_the_pages_run(
             "data.max_prompt_tokens=",
         ),
         (["step", "model.path=MODEL", "--hardware", "h100", "actor.layout.tp=3"], "tp=3"),
-        (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: cpu, cuda"),
+        (["calibrate", "--device", "tpu"], "--device='tpu'; allowed: 'cuda', 'cpu'"),
     ],
 )
 def test_senseless_input_gets_one_error(arguments: list[str], message: str, model: Path) -> None:
@@ -433,10 +440,27 @@ def test_senseless_input_gets_one_error(arguments: list[str], message: str, mode
         main([word.replace("MODEL", str(model)) for word in arguments])
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("cpu", "float32"), ("h100", "bfloat16")])
+def test_defaults_of_settings_are_those_of_the_device_in_a_hardware_file(
+    name: str, dtype: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.yaml").write_text(load_hardware(name).to_yaml())
+    steps = []
+    for hardware, settings in (
+        (name, []),
+        (name, [f"model.dtype={dtype}"]),
+        (str(tmp_path / "mine.yaml"), []),
+    ):
+        main(["step", f"model.path={model}", *settings, "--hardware", hardware, "--json"])
+        steps.append(json.loads(capsys.readouterr().out))
+    assert steps == [steps[0]] * 3
+
+
 def test_calibrate_writes_a_file_that_plans_accept(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
-    main(["calibrate", "--device", "cpu", "--write", str(path)])
+    main(["calibrate", "--device", "cpu", "--base", "h100", "--write", str(path)])
     hardware = load_hardware(str(path))
+    assert hardware.device == "cpu"
     assert 1e9 < hardware.get_flops("float32") < 1e13
     assert 1e8 < hardware.memory_rate < 1e12
     assert 1e-8 < hardware.kernel_latency_s < 1e-3
@@ -485,12 +509,9 @@ def test_the_float8_product_of_a_rate_is_the_product() -> None:
 
 def test_a_users_family_is_planned_without_a_change() -> None:
     example = Path(__file__).parents[3] / "examples" / "my_family.py"
-    use_family(f"{example}:FAMILY")
-    try:
-        config = {**read_model({"model": "Llama-2-7b-hf"}), "architectures": ["MistralForCausalLM"]}
+    config = {**read_model({"model": "Llama-2-7b-hf"}), "architectures": ["MistralForCausalLM"]}
+    with scope_family(f"{example}:FAMILY"):
         work = count_work(config)
-    finally:
-        use_family("")
     assert work.parameters == 6_738_415_616  # of Llama 2, whose tensors Mistral's are
     engine = RLConfig().actor
     assert TrainingModel(work, engine, H100).count_local_parameters() == (6_738_411_520, 0)

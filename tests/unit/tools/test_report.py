@@ -23,6 +23,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.sample_tables import get_table_path
 from mcore_rl.jobs.output import write_json
+from mcore_rl.models.base import get_user_family
 from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, MAX_STEPS, is_load_due
 from mcore_rl.observability.timeline import (
     StepTimeline,
@@ -109,6 +110,23 @@ def test_push_is_not_planned_without_the_model(tmp_path):
     assert "training-traffic" not in build_figures(folder)
     facts = build_data(read_runs([folder]), 0)["runs"][0]
     assert facts["weights of a push"].startswith("no plan: RUN=")
+
+
+def test_runs_side_by_side_are_planned_with_their_own_families(tmp_path):
+    """FSDP2 builds any architecture of transformers; the second run's engine, those that it has."""
+    model = DENSE | {"architectures": ["MistralForCausalLM"], "model_type": "mistral"}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    folders = []
+    for backend in ("fsdp", "megatron"):
+        config = RLConfig()
+        config.model.path, config.model.dtype = str(tmp_path), "bfloat16"
+        config.actor.backend = backend
+        folders.append(write_rl_run(tmp_path / backend, **asdict(config)))
+    first, second = build_data(read_runs(folders), 0)["runs"]
+    assert " planned (actor: update" in first["memory of ranks"]
+    for fact in ("memory of ranks", "weights of a push"):
+        assert "architectures=['MistralForCausalLM'] is not supported" in second[fact]
+    assert get_user_family() == ""
 
 
 def write_planned_run(folder: Path) -> Path:

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from queue import Empty
 
+import pyarrow as pa
 import pytest
 
 from mcore_rl.cli import main as cli
@@ -17,7 +18,8 @@ from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller import pending_call
-from mcore_rl.observability.timeline import StepTimeline, TimeSpan
+from mcore_rl.data.sample_tables import get_table_path, write_table
+from mcore_rl.observability.timeline import StepTimeline, TimelineWriter, TimeSpan
 from mcore_rl.planner import generation
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.step import predict_step
@@ -27,6 +29,7 @@ from mcore_rl.tools.simulate.measure import (
     fit_times,
     list_events,
     measure_phases,
+    read_steps,
 )
 from mcore_rl.tools.simulate.report import print_runs
 from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulate
@@ -167,7 +170,7 @@ def test_times_fitted_to_steps_of_two_sizes_are_those_that_the_steps_took():
         run = simulate(config, replace(LOAD, times=times))
         lengths = [32] * num_prompts * 4, [320] * num_prompts * 4
         steps += [
-            MeasuredStep(measure_phases(s.timeline), *lengths, list_events(s.timeline))
+            MeasuredStep(s.step, measure_phases(s.timeline), *lengths, list_events(s.timeline))
             for s in run.steps
         ]
     fitted = asdict(fit_times(steps, config))
@@ -186,8 +189,21 @@ def test_events_are_those_of_the_parts_of_a_step_in_the_order_of_their_starts():
     assert list_events(StepTimeline("training", 1, spans)) == expected
 
 
+def test_steps_of_a_long_run_are_those_whose_spans_are_written(tmp_path):
+    """timeline.jsonl has the first hundred steps, then one of ten; all have tables."""
+    writer = TimelineWriter(tmp_path)
+    for step in range(1, 121):
+        span = TimeSpan("driver", "update", step, step + 0.5)
+        writer.write(StepTimeline("training", step, [span]))
+        columns = {name: pa.array([[7] * step]) for name in ("prompt_ids", "response_ids")}
+        write_table(get_table_path(tmp_path, step), columns, 1)
+    steps = read_steps(tmp_path)
+    assert [step.step for step in steps] == [*range(1, 101), 110, 120]
+    assert [step.num_tokens for step in steps[-3:]] == [200, 220, 240]
+
+
 def test_steps_of_one_size_do_not_give_the_time_of_a_token():
-    step = MeasuredStep(dict.fromkeys(("generate", "log_probs", "update"), 1.0), [1], [2], {})
+    step = MeasuredStep(1, dict.fromkeys(("generate", "log_probs", "update"), 1.0), [1], [2], {})
     with pytest.raises(ConfigError, match="all steps have 2 tokens; allowed: steps of two sizes"):
         fit_times([step, step], RLConfig())
 
