@@ -128,6 +128,7 @@ def share_of_a(subset) -> float:
     return "a" in winners and 1 / len(winners)
 
 
+@pytest.mark.nightly  # test_rollout_server.py compares log-probs with those of transformers
 def test_greedy_responses_are_those_of_transformers(model_and_sets, tmp_path):
     # With a reward that raises for some, and that says nothing of answers.
     job = evaluated(

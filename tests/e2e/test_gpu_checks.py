@@ -84,6 +84,7 @@ def test_checks_run_dry_with_nothing_that_a_bare_machine_lacks(
     assert all(report["status"] == "passed" and report["result"] for report in reports)
 
 
+@pytest.mark.nightly
 def test_checks_with_images_run_dry_where_their_packages_are(tmp_path: Path) -> None:
     command = [sys.executable, "tests/gpu/run_checks.py", "--dry", "--only", "fsdp float32"]
     lines = tmp_path / "checks.jsonl"

@@ -14,9 +14,9 @@ import transformers
 import mcore_rl
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.testing.family import save_random_checkpoint
-from tests.nightly import nightly
 
-pytestmark = pytest.mark.job
+# tests/unit/models/test_user_families.py and tests/unit/testing have the parts.
+pytestmark = [pytest.mark.job, pytest.mark.nightly]
 ROOT = Path(__file__).parents[2]
 
 
@@ -46,8 +46,8 @@ def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("method", "transport"),
     [
         ("disaggregated", "examples/file_transport.py:FileTransport"),
-        nightly(("disaggregated", "process_group")),
-        nightly(("full_export", "process_group")),
+        ("disaggregated", "process_group"),
+        ("full_export", "process_group"),
     ],
     ids=["over files", "disaggregated", "full_export"],
 )

@@ -69,7 +69,7 @@ def test_log_probs_of_a_running_sglang_are_the_trainers(start_job, user_task_set
     assert [body["weight_version"] for body in updates] == ["0", "1", "2"]
 
 
-@pytest.mark.nightly  # test_own_family.py has such a run
+@pytest.mark.nightly  # tests/unit/testing/test_transport.py has the transport alone
 def test_servers_of_vllm_take_weights_over_a_transport_of_ones_own(start_job, user_task_settings):
     settings = [setting for setting in SETTINGS if setting != BACKEND]
     transport = "weight_sync.transport=examples/file_transport.py:FileTransport"

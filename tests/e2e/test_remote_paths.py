@@ -13,15 +13,17 @@ import pytest
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.examples.tasks import last_digit
 from tests.hub import serve_hub
-from tests.nightly import nightly
 
 CONVERSATION = [{"role": "user", "content": "2 + 2"}, {"role": "assistant", "content": "#### 4"}]
+
+
+pytestmark = pytest.mark.nightly  # tests/unit/jobs/test_remote_paths.py has the parts
 
 
 # Under torchrun each rank reads the settings; on Ray the driver alone.
 @pytest.mark.parametrize(
     "launcher",
-    [nightly(([],)), ["torchrun", "--nproc-per-node", "2", "--no-python"]],
+    [[], ["torchrun", "--nproc-per-node", "2", "--no-python"]],
     ids=["ray", "torchrun"],
 )
 def test_sft_of_a_model_on_a_hub_is_exported_and_resumed_without_network(tmp_path, launcher):

@@ -6,9 +6,9 @@ import pytest
 
 from tests.e2e.outcomes import list_gaps, timeless
 from tests.e2e.test_train_jobs import command, data, ended, settings
-from tests.nightly import all_but
 
-pytestmark = pytest.mark.job
+# tests/dist_cpu/test_fsdp_engine.py compares the engines step by step.
+pytestmark = [pytest.mark.job, pytest.mark.nightly]
 __all__ = ["data"]  # the fixture
 # A large epsilon: else the rounding of gradients near 0 decides the sign of Adam's step.
 SHARED = ("trainer.batch_size=16", "trainer.num_steps=6", "engine.optimizer.eps=1e-3",
@@ -20,7 +20,6 @@ LAYOUTS = {  # of the commands of the page: dpo has dp=2, rm tp=2
 }
 
 
-@pytest.mark.nightly
 def test_an_rl_run_is_the_same_on_both_engines(start_job, tmp_path):
     first = start_job("warm_start.num_steps=120", "trainer.num_steps=1", "trainer.eval_samples=16")
     assert first.process.wait(400) == 0, first.stderr[-3000:]
@@ -45,7 +44,7 @@ def test_an_rl_run_is_the_same_on_both_engines(start_job, tmp_path):
     assert max(gaps.values()) < 1e-5
 
 
-@pytest.mark.parametrize("kind", all_but(("dpo",), LAYOUTS))
+@pytest.mark.parametrize("kind", LAYOUTS)
 def test_a_run_is_the_same_on_both_engines(data, kind, tmp_path):
     rows = {}
     for backend, layout in LAYOUTS[kind].items():
