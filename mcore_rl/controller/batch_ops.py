@@ -83,7 +83,8 @@ def find_lost_groups(batches: Sequence[Samples]) -> list[int]:
     if not remote:
         return []
     pairs = zip(remote, find_lost_rows(remote), strict=True)
-    return sorted({int(group) for b, rows in pairs for group in b.array("group_ids")[rows]})
+    lost = [b.array("group_ids")[rows] for b, rows in pairs if rows.any()]
+    return sorted({group for ids in lost for group in ids.tolist()})
 
 
 def drop_groups(batch: B, group_ids: Collection[int]) -> B:

@@ -214,6 +214,8 @@ def add_input_columns(args: Args, kwargs: Kwargs, output: Any) -> Any:
 
     If the inputs are lists with an entry for each rank, each output gets the columns of its entry.
     """
+    if not isinstance(output, RemoteBatch) and not _has_remote_batches(output):
+        return output
     for value in (*args, *kwargs.values()):
         if isinstance(value, RemoteBatch):
             return value.union(output) if isinstance(output, RemoteBatch) else output

@@ -126,6 +126,11 @@ class PendingCall:
             raise _end_by_timeout([self], self._timeout)
         return False
 
+    @property
+    def has_failed(self) -> bool:
+        """Return whether a reply so far is a failure, which `result` raises."""
+        return bool(self._failures)
+
     def is_late(self) -> bool:
         """Return whether a rank has not answered within the timeout of the method."""
         return bool(self._waiting) and time.monotonic() > self._sent_at + self._timeout.seconds
@@ -197,7 +202,8 @@ def gather_results(calls: Sequence[PendingCall], timeout: Timeout | None = None)
         if call._error is not None:
             raise call._error
     timeout = timeout or _get_longest_timeout(calls)
-    _collect_replies(calls, timeout.seconds, mildest=FailureKind.BLAMED)
+    if any(call._waiting for call in calls):
+        _collect_replies(calls, timeout.seconds, mildest=FailureKind.BLAMED)
     if any(call._failures for call in calls):
         if not any(call.group.end_reason for call in calls):
             _collect_replies(calls, _get_grace_s(calls), mildest=FailureKind.DIED)

@@ -47,7 +47,9 @@ class RowLocations:
     def take(self, index: npt.NDArray[np.int64]) -> RowLocations:
         """Select rows; drop references to objects of which no row is left, so they may be freed."""
         objects, rows = self.objects[index], self.rows[index]
-        used = np.unique(objects[objects != NO_OBJECT])
+        used = np.flatnonzero(np.bincount(objects[objects != NO_OBJECT]))
+        if len(used) == len(self.references):
+            return RowLocations(self.references, objects, rows)
         new_index = np.full(len(self.references) + 1, NO_OBJECT, np.int32)  # last: of NO_OBJECT
         new_index[used] = np.arange(len(used), dtype=np.int32)
         return RowLocations(tuple(self.references[i] for i in used), new_index[objects], rows)

@@ -12,6 +12,8 @@ from mcore_rl.data.batch import Array, Batch, Jagged, pack_images
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.sampler import CurriculumSampler, IndexSampler, MixtureSampler
 
+encode_json = json.JSONEncoder(default=str).encode  # json.dumps would make an encoder a value
+
 
 class PromptBatches:
     """Endless shuffled batches of prompts. Group ids count up from 0, one per prompt of a run.
@@ -106,7 +108,7 @@ def _build_batch(dataset: PromptDataset, rows: Sequence[int], group_ids: Sequenc
     prompts = dataset.take(rows)
 
     def pack_json(values: Iterable[Any]) -> Jagged:
-        return Jagged.pack_texts(json.dumps(value, default=str) for value in values)
+        return Jagged.pack_texts(encode_json(value) for value in values)
 
     return Batch(
         {

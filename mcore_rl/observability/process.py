@@ -52,6 +52,23 @@ def exempt_imports_from_gc() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def exempt_objects_from_gc() -> Iterator[None]:
+    """Collect garbage less often inside, and never look at the objects that exist before.
+
+    Those are modules, for the most part: 290,000 objects of a driver. Collections are 10 times as
+    rare, as a driver has few cycles. With both they take a quarter of the time.
+    """
+    thresholds = gc.get_threshold()
+    gc.set_threshold(10 * thresholds[0], *thresholds[1:])
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        gc.set_threshold(*thresholds)
+
+
 def skip_gc_at_exit() -> None:
     """Collect no garbage when this process ends; `atexit` functions registered later run before.
 

@@ -79,7 +79,8 @@ class Timeline:
         [(frequent, count)] = self._counts.most_common(1)
         if self._counts[name] + 1 >= count:
             return False
-        index = max(i for i, span in enumerate(self._spans) if span.name == frequent)
+        positions = reversed(range(len(self._spans)))
+        index = next(i for i in positions if self._spans[i].name == frequent)
         span = self._spans.pop(index)
         if self._latest.get((span.role, frequent)) is span:
             del self._latest[span.role, frequent]

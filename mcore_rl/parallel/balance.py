@@ -83,13 +83,27 @@ def partition_evenly(costs: Sequence[float], num_parts: int) -> Parts:
         return [[] for _ in range(num_parts)]
     if num_parts == 1:
         return [list(range(len(costs)))]
+    # A split of one item differs by its cost. One of fewer items than parts differs by its first
+    # item, and so is merged with the next ones: they are put into a split together.
+    single = sorted((-cost, index) for index, cost in enumerate(costs))
     # (-difference, order of creation, split): the order makes ties deterministic.
-    splits = [(-cost, index, [(-cost, -1, [index])]) for index, cost in enumerate(costs)]
-    heapq.heapify(splits)
-    num_created = len(costs)
-    while len(splits) > 1:
-        first, second = heapq.heappop(splits)[2], heapq.heappop(splits)[2]
-        merged = _merge_splits(first, second, num_parts)
+    splits: list[tuple[float, int, _Split]] = []
+    start = num_created = 0
+    while start < len(single) or len(splits) > 1:
+        if start < len(single) and (not splits or single[start][0] <= splits[0][0]):
+            items = single[start : start + num_parts]
+            if splits:
+                items = items[: bisect_right(items, splits[0][0], key=itemgetter(0))]
+            merged = [(cost, -1, [index]) for cost, index in items]
+            start += len(items)
+        else:
+            first = heapq.heappop(splits)[2]
+            if start < len(single) and (not splits or single[start][0] <= splits[0][0]):
+                cost, index = single[start]
+                second, start = [(cost, -1, [index])], start + 1
+            else:
+                second = heapq.heappop(splits)[2]
+            merged = _merge_splits(first, second, num_parts)
         lightest = -merged[-1][0] if len(merged) == num_parts else 0
         heapq.heappush(splits, (lightest + merged[0][0], num_created, merged))
         num_created += 1

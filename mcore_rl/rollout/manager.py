@@ -56,9 +56,9 @@ class RolloutPool:
         """Return whole groups that have ended since the last call: see `ServerPool.collect`."""
         return self.servers.collect(TRAIN, wait_s, at_least)
 
-    def poll(self) -> list[Batch]:
-        """Collect without a wait, while the trainer's weights change."""
-        return self.servers.poll(TRAIN)
+    def poll(self, at_least: int) -> list[Batch]:
+        """Collect without a wait, while the trainer's weights change: see `ServerPool.poll`."""
+        return self.servers.poll(TRAIN, at_least)
 
     def pop_rerouted(self) -> list[int]:
         """Return, once, the groups that began again on another server."""

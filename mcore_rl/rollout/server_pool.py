@@ -54,8 +54,9 @@ CHECK_S = 1.0  # how often calls are compared with their time limits
 ALL = 1 << 31  # more groups than any call begins
 # How long a server waits for all of its groups. Their samples are lost if it dies meanwhile.
 COLLECT_ALL_S = 5.0
-# Servers that may be asked again every POLL_S; with more of them each waits longer, up to a limit.
-_SERVERS_PER_POLL, _MAX_COLLECT_S = 8, 2.0
+# Servers that may be asked again every second; with more of them each waits longer, up to a limit:
+# for its share of the groups, and for all of them, or while nobody waits for a group.
+_SERVERS_PER_S, _MAX_COLLECT_S, _MAX_COLLECT_ALL_S = 32, 2.0, 10.0
 # Prompt bytes per sample that are sent by value. Larger prompts go by reference, for which Ray
 # takes 0.7 ms more of the driver's time.
 BY_VALUE_BYTES = 128
@@ -74,6 +75,7 @@ class Server:
     version: int | None = None  # of its weights; None if it has none, or an incomplete version
     sent: list[PendingCall] = field(default_factory=list)  # calls without a result to wait for
     collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
+    last_collect_s: float = -math.inf  # when it was last called for samples, by time.monotonic
     # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
     abandoned: dict[str, set[int]] = field(default_factory=dict)
     idle_s: float = 0.0  # since its last start, at the last call of ServerPool.idle_s
@@ -281,7 +283,7 @@ class ServerPool:
             wait_s: Maximum wait for a first group.
             at_least: Number of groups that the caller needs to go on. A server answers when its
                 share of them has ended, or all of its groups have. Otherwise it answers every
-                quarter of a second, with many servers every 2 s, and with `ALL` every 5 s.
+                quarter of a second, with many servers every 2 s, and with `ALL` every 5 to 10 s.
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
@@ -304,11 +306,21 @@ class ServerPool:
         self._check_wait(0.0 if batches else time.monotonic() - self._wait_start_s)
         return batches
 
-    def poll(self, stream: str) -> list[Batch]:
-        """Collect without waiting or resending weights, while the trainer changes them."""
+    def poll(self, stream: str, at_least: int = 1) -> list[Batch]:
+        """Collect without waiting or resending weights, while the trainer changes them.
+
+        Of many servers about 32 a second are asked, each after 10 s at the latest.
+
+        Args:
+            at_least: As of `collect`. With fewer than `ALL` each is asked after 2 s at the latest.
+        """
         self._poll()
         self._route()
-        return self._collect(stream, 0)
+        num_serving, pause_s = len(self._serving), 0.0
+        if num_serving > _SERVERS_PER_S:
+            limit_s = _MAX_COLLECT_ALL_S if at_least == ALL else _MAX_COLLECT_S
+            pause_s = min(num_serving / _SERVERS_PER_S, limit_s)
+        return self._collect(stream, 0, pause_s)
 
     def pop_rerouted(self, stream: str) -> list[int]:
         """Return, once, the groups that began again on another server."""
@@ -375,37 +387,46 @@ class ServerPool:
             )
         self.resend()
 
-    def _collect(self, stream: str, at_least: int) -> list[Batch]:
+    def _collect(self, stream: str, at_least: int, pause_s: float = 0.0) -> list[Batch]:
+        """Return the answers of servers, and ask again those that have groups of the stream.
+
+        A server that was asked less than `pause_s` ago is asked by a later call.
+        """
         marked, batches, num_serving = self._to_collect[stream], list[Batch](), len(self._serving)
+        wait_s, now_s = self._get_collect_s(at_least, num_serving), time.monotonic()
+        share = math.ceil(at_least / num_serving) if num_serving else 0
         for server in sorted(filter(self._is_serving, marked), key=attrgetter("number")):
-            batches += self._collect_from(server, stream, at_least, num_serving)
+            if (call := server.collecting.get(stream)) is not None:
+                if not self._has_succeeded(server, call):
+                    marked.discard(server)
+                    continue
+                del server.collecting[stream]
+                batches += self._take_pending(server, stream, call.result()[0])
+            if self._router.get_groups(server.number, stream):
+                if now_s < server.last_collect_s + pause_s:
+                    continue
+                self._submit_collect(server, stream, wait_s, share)
             marked.discard(server)
         return batches
 
-    def _collect_from(
-        self, server: Server, stream: str, at_least: int, num_serving: int
-    ) -> Iterator[Batch]:
-        """Yield the server's answer, and ask again while it has groups of the stream."""
-        call = server.collecting.get(stream)
-        if call is not None:
-            if not self._has_succeeded(server, call):
-                return
-            del server.collecting[stream]
-            yield from self._take_pending(server, stream, call.result()[0])
-        if groups := self._router.get_groups(server.number, stream).values():
-            wait_s = self._get_collect_s(at_least, num_serving)
-            share = math.ceil(at_least / num_serving)
-            num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
-            collect = server.group.collect.with_result_bytes(num_tokens * GENERATED_BYTES_PER_TOKEN)
-            server.collecting[stream] = call = collect.submit(stream, wait_s, share)
-            self._replies.watch([call])
+    def _submit_collect(self, server: Server, stream: str, wait_s: float, share: int) -> None:
+        """Call a server for samples of `share` groups of the stream."""
+        groups = self._router.get_groups(server.number, stream).values()
+        num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
+        collect = server.group.collect.with_result_bytes(num_tokens * GENERATED_BYTES_PER_TOKEN)
+        server.collecting[stream] = call = collect.submit(stream, wait_s, share)
+        server.last_collect_s = time.monotonic()
+        self._replies.watch([call])
 
     def _get_collect_s(self, at_least: int, num_serving: int) -> float:
         """Return how long a server may wait with its answer. It takes no other call meanwhile."""
         if not at_least:
             return 0.0
-        collect_s = min(POLL_S * max(num_serving / _SERVERS_PER_POLL, 1), _MAX_COLLECT_S)
-        return min(COLLECT_ALL_S if at_least == ALL else collect_s, self._call_timeout.seconds / 4)
+        least_s, most_s = POLL_S, _MAX_COLLECT_S
+        if at_least == ALL:
+            least_s, most_s = COLLECT_ALL_S, _MAX_COLLECT_ALL_S
+        collect_s = min(max(num_serving / _SERVERS_PER_S, least_s), most_s)
+        return min(collect_s, self._call_timeout.seconds / 4)
 
     def _take_pending(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
         """Yield an answer without groups that were abandoned since the call was made."""
@@ -688,7 +709,8 @@ class ServerPool:
         if (error := call.end_if_rank_died()) is not None:
             self._restart(server, error)
             return False
-        call.result()
+        if call.has_failed:
+            call.result()
         return True
 
     def _call_servers(self, servers: Sequence[Server], method: str, *args: Any) -> list[Any]:

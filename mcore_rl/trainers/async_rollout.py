@@ -33,6 +33,7 @@ from mcore_rl.rollout.buffer import (
     StalenessSettings,
 )
 from mcore_rl.rollout.manager import report_lost_groups
+from mcore_rl.rollout.server_pool import ALL
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
@@ -126,8 +127,9 @@ class AsyncRollout:
         polling.result()
 
     def _poll(self, is_over: threading.Event) -> None:
+        at_least = 1 if self._config.trainer.asynchronous.max_groups else ALL
         while not is_over.wait(POLL_S):
-            self._take_in(self._rollout.poll())
+            self._take_in(self._rollout.poll(at_least))
             self._begin_more()
 
     def take(self, step: int) -> tuple[Samples, dict[str, float]]:
@@ -250,19 +252,19 @@ class AsyncRollout:
         self.queue.reissue_lost(rerouted)
         self.queue.begin(rerouted, self.controller.version)
         for batch in batches:
-            ids, inverse = np.unique(batch.array("group_ids"), return_inverse=True)
-            rows: list[list[int]] = [[] for _ in ids]
-            for row, place in enumerate(inverse.tolist()):
-                rows[place].append(row)
-            for group_id, group_rows in zip(ids.tolist(), rows, strict=True):
-                self._finish_group(group_id, batch.take(group_rows))
+            rows: dict[int, list[int]] = {}
+            for row, group_id in enumerate(batch.array("group_ids").tolist()):
+                rows.setdefault(group_id, []).append(row)
+            for group_id in sorted(rows):
+                group = batch if len(rows) == 1 else batch.take(rows[group_id])
+                self._finish_group(group_id, group)
         return any(len(batch) for batch in batches)
 
     def _finish_group(self, group_id: int, batch: Batch) -> None:
         """Put a complete group into the buffer, or drop it if the group filter rejects it."""
         config, versions = self._config, batch.array("oldest_versions")
-        oldest = int(versions[versions >= 0].min(initial=np.iinfo(np.int64).max))
-        oldest = oldest if (versions >= 0).any() else -1
+        chosen = versions[versions >= 0]
+        oldest = int(chosen.min()) if len(chosen) else -1
         if config.teacher.column:
             prompts = self._prompts.build_batch({group_id: self.queue.get_row(group_id)})
             batch = add_teacher_names(batch, prompts, config.teacher.column)

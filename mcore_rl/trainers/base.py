@@ -43,6 +43,7 @@ from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import Report
+from mcore_rl.observability.process import exempt_objects_from_gc
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful
@@ -148,7 +149,8 @@ class RLTrainer(ABC):
             WorkerError: A rank or a server failed.
         """
         self._report = report
-        self.train()
+        with exempt_objects_from_gc():
+            self.train()
 
     @abstractmethod
     def train(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -21,6 +22,7 @@ from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.observability.timeline import TIMELINE
 from mcore_rl.rollout import server_pool
 from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
 from tests.operations import growth
@@ -260,14 +262,62 @@ def test_servers_collect_their_share_and_wait_longer_the_more_there_are():
         pool.begin(make_prompts(*range(num)), SAMPLING)
         pool.collect("train", 0, at_least=3 * num - 1)
         assert {g.last("collect").args for g in groups} == {("train", wait_s, 3 if num > 1 else 2)}
-    pool = make_pool(group := ServedGroup(0))
-    pool.begin(make_prompts(0), SAMPLING)
-    pool.collect("train", 0, ALL)
-    assert group.last("collect").args[1:] == (COLLECT_ALL_S, ALL)
+    for num, wait_s in ((1, COLLECT_ALL_S), (192, 6.0), (400, 10.0)):
+        groups = [ServedGroup(number) for number in range(num)]
+        pool = make_pool(*groups)
+        pool.begin(make_prompts(*range(num)), SAMPLING)
+        pool.collect("train", 0, ALL)
+        share = math.ceil(ALL / num)
+        assert {g.last("collect").args for g in groups} == {("train", wait_s, share)}
+
+
+def count_collects(group: ServedGroup) -> int:
+    return sum(call.method == "collect" for call in group.calls)
+
+
+@pytest.mark.parametrize(
+    ("num", "at_least", "pause_s"),
+    [(32, ALL, 0.0), (192, ALL, 6.0), (400, ALL, 10.0), (192, 1, 2.0)],
+)
+def test_a_poll_leaves_many_servers_alone_for_as_long_as_a_call_may_wait(
+    monkeypatch, num, at_least, pause_s
+):
+    now_s = 100.0
+    monkeypatch.setattr(server_pool, "time", SimpleNamespace(monotonic=lambda: now_s))
+    groups = [ServedGroup(number) for number in range(num)]
+    pool = make_pool(*groups)
+    pool.begin(make_prompts(*range(2 * num)), SAMPLING)
+
+    def poll() -> int:
+        earlier = sum(map(count_collects, groups))
+        assert pool.poll("train", at_least) == []
+        return sum(map(count_collects, groups)) - earlier
+
+    assert poll() == num
+    assert {group.last("collect").args for group in groups} == {("train", 0.0, 0)}
+    for group in groups:
+        group.last("collect").answer(Batch({}))
+    now_s = 100.0 + 0.9 * pause_s
+    assert poll() == (0 if pause_s else num)
+    now_s = 100.0 + pause_s
+    assert poll() == (num if pause_s else 0)
+
+
+def test_a_poll_returns_samples_of_a_server_that_it_does_not_ask_again():
+    groups = [ServedGroup(number) for number in range(40)]
+    pool = make_pool(*groups)
+    pool.begin(make_prompts(*range(80)), SAMPLING)
+    pool.poll("train", ALL)
+    groups[3].last("collect").answer(make_samples(0, 3))
+    assert summarize(pool.poll("train", ALL)) == [([3], {0})]
+    assert count_collects(groups[3]) == 1
+    pool.collect("train", 0)  # a step waits for samples
+    assert count_collects(groups[3]) == 2
 
 
 def test_operations_for_an_answer_do_not_depend_on_the_number_of_servers(monkeypatch):
     monkeypatch.setattr(server_pool, "CHECK_S", 3600.0)
+    TIMELINE.take("training", 0)  # a timeline that is full of other tests' spans takes more
     groups = {num: [ServedGroup(number) for number in range(num)] for num in (16, 128)}
     pools = {num: make_pool(*groups[num]) for num in groups}
     for num, pool in pools.items():

@@ -58,7 +58,7 @@ class Servers:
 
     def follow_desired(self): ...
 
-    def poll(self, stream):
+    def poll(self, stream, at_least):
         return []
 
     def pop_rerouted(self, stream):

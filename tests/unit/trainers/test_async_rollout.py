@@ -245,7 +245,7 @@ def test_a_run_goes_on_from_prompts_and_buffer_after_what_was_generated_again(
 class Going(Servers):
     """A group ends whenever they are tended."""
 
-    def poll(self, stream: str) -> list[Batch]:
+    def poll(self, stream: str, at_least: int) -> list[Batch]:
         assert threading.current_thread() is not threading.main_thread()
         return self.collect(stream, 0)
 
@@ -311,7 +311,7 @@ def test_what_goes_wrong_meanwhile_is_raised_when_the_trainer_has_computed(tmp_p
     failed = threading.Event()
 
     class Failing(Servers):
-        def poll(self, stream: str) -> list[Batch]:
+        def poll(self, stream: str, at_least: int) -> list[Batch]:
             failed.set()
             raise RewardError("no reward")
 
@@ -330,7 +330,7 @@ def test_servers_that_sleep_or_generate_in_rounds_or_for_no_later_step_are_let_b
     class Unpolled(Servers):
         takes_turns = "rollout" in settings
 
-        def poll(self, stream: str) -> list[Batch]:
+        def poll(self, stream: str, at_least: int) -> list[Batch]:
             raise AssertionError("polled")
 
     servers = Unpolled(train_s=0.0)
