@@ -89,7 +89,7 @@ def _check_session_gone(leader: int, files: set[Path], within_s: float = 60.0) -
     ("method", "dp", "tp"),
     [
         nightly(("fork", 1, 2)),
-        ("nodes", 1, 2),
+        nightly(("nodes", 1, 2)),
         ("fork", 2, 1),
         nightly(("fork", 2, 2)),
         nightly(("nodes", 2, 1)),

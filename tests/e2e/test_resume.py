@@ -235,6 +235,7 @@ def test_a_fully_asynchronous_run_of_staleness_0_is_the_synchronous_one(
     assert all("max_logprob_gap" in row for row in rows_of(output) if "reward" in row)
 
 
+@pytest.mark.nightly  # test_server_pool.py has servers that die, without a trainer
 def test_a_run_whose_server_is_killed_in_mid_generation_is_the_undisturbed_one(
     start_job, mixture, undisturbed, tmp_path
 ):
