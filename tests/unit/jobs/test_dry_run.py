@@ -183,7 +183,7 @@ def test_dry_run_reads_a_mixture_of_files_and_prints_dropped_rows(place, monkeyp
     assert "data.train_files[1]='more.jsonl': 1 of 20 rows left out: more than data.max_" in out
     assert "data: 47 prompts to train, 20 held out" in out
     status, out, err = dry_run(monkeypatch, capfd, *settings, "data.train_weights=[1,1,2]")
-    assert (status, out) == (2, "")
+    assert status == 2
     assert "takes 10 of this file: data.train_files[2]='own.py:rows' has 8" in err
 
 
