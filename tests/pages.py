@@ -40,7 +40,7 @@ KINDS = {
     "doctor": (r"mcore-rl doctor\b.*", "tools/test_doctor"),
     "bench": (r"mcore-rl bench reshard\b.*", "benchmarks/test_reshard"),
     "data plane": (r"mcore-rl bench data-plane\b.*", "benchmarks/test_data_plane"),
-    "kernels": (r"python benchmarks/kernels.py", "repo/test_csrc"),
+    "kernels": (r"python benchmarks/csrc_kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run
 }

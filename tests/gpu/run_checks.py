@@ -84,7 +84,7 @@ CHECKS = (
     Check("kernels", "CUDA kernels of csrc equal its C++, bit for bit", tests("kernels"), 120,
           needs_gpu=True, is_timed=False),
     Check("bandwidth", "copies, casts and float8 as a share of a device copy",
-          ("benchmarks/kernels.py",), 60),
+          ("benchmarks/csrc_kernels.py",), 60),
     Check("attention", "attention without Transformer Engine equals plain attention",
           tests("attention"), 60, needs_gpu=True, is_timed=False),
     *ENGINE_CHECKS,

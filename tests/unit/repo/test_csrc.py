@@ -210,7 +210,9 @@ extern "C" int cudaMemcpyBatchAsync(void** targets, void** sources, size_t* size
 
 @pytest.fixture(scope="module")
 def kernels_benchmark() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("kernels", ROOT / "benchmarks/kernels.py")
+    spec = importlib.util.spec_from_file_location(
+        "csrc_kernels", ROOT / "benchmarks/csrc_kernels.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

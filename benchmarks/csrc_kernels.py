@@ -1,6 +1,9 @@
 """Speed of the kernels of csrc, compared with a GPU or torch in the same run.
 
-    python benchmarks/kernels.py [--device cpu|cuda] [--megabytes N]
+    python benchmarks/csrc_kernels.py [--device cpu|cuda] [--megabytes N]
+
+(As kernels.py it would hide the package of that name, which transformers imports where it finds it,
+from all scripts of this folder.)
 
 Prints JSON, and each case on standard error as soon as it is measured. Every case has the seconds
 of both sides (the quickest of runs that take turns), and:
