@@ -64,7 +64,8 @@ class MemoryCheck:
 def find_device(hardware: str | None, gpus_per_node: int | None) -> tuple[str, MemoryLimit | None]:
     """Return the lane of the ranks, "cuda" or "cpu", and the device to fit.
 
-    There is none to fit on the CPUs, or from a driver without the GPUs, of this cluster.
+    Without arguments they are those of this machine; the device is None on its CPUs, and where its
+    ranks are on GPUs of other nodes.
 
     Args:
         hardware: Name, file or gigabytes of the device.

@@ -57,7 +57,8 @@ def exempt_objects_from_gc() -> Iterator[None]:
     """Collect garbage less often inside, and never look at the objects that exist before.
 
     Those are modules, for the most part: 290,000 objects of a driver. Collections are 10 times as
-    rare, as a driver has few cycles. With both they take a quarter of the time.
+    rare, as a driver has few cycles. With both they take a quarter of the time. Afterwards all
+    objects are looked at, those of `exempt_imports_from_gc` too.
     """
     thresholds = gc.get_threshold()
     gc.set_threshold(10 * thresholds[0], *thresholds[1:])

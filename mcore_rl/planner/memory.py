@@ -14,7 +14,7 @@ from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import OWN_POOL, are_colocated, get_pool
 from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
-from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig, TrainConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.engine.base import load_backend
 from mcore_rl.models.base import (
@@ -372,27 +372,10 @@ class _Planner:
         for name, role in self.roles.items():
             if role.has_servers or name == "warm_start":
                 continue
-            engine = self.get_engine(name)
-            worst = Counter[str]()
-            for ranks in split_nodes(role, size):
-                node = Counter[str]()
-                for stage in ranks:
-                    offloaded = engine.optimizer.cpu_offload and stage.gradient_bytes
-                    if offloaded:
-                        node["optimizer on the host"] += count_host_adam_bytes(
-                            stage, engine, config.model.dtype
-                        )
-                    if has_state_on_host(engine):
-                        node["FSDP2 on the host"] += (
-                            stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
-                        )
-                    elif self._get_pool(name) == shared or self._shares_device(name):
-                        node["offloaded weights"] += stage.weight_bytes
-                        node["offloaded optimizer"] += 0 if offloaded else stage.optimizer_bytes
-                    if config.checkpoint.async_save and stage.gradient_bytes:
-                        node["checkpoint in flight"] += stage.weight_bytes + stage.optimizer_bytes
-                worst = max(worst, node, key=lambda counts: sum(counts.values()))
-            host += worst
+            takes_turns = self._get_pool(name) == shared or self._shares_device(name)
+            host += count_node_bytes(
+                config, role, self.get_engine(name), size, takes_turns=takes_turns
+            )
         host["object store"] = config.object_store_bytes or estimate_sample_bytes(config)
         return dict(host)
 
@@ -498,17 +481,41 @@ def count_fragmentation(kinds: Mapping[str, int]) -> int:
     return int(FRAGMENT_SHARE * sum(kinds.get(kind, 0) for kind in _MOVING))
 
 
-def count_host_adam_bytes(stage: StagePlan, engine: EngineConfig, dtype: str) -> int:
-    """Return the host's bytes of a rank whose Adam is there, for weights of a dtype."""
-    num = stage.optimizer_bytes // get_optimizer_itemsize(engine, ITEMSIZES[dtype])
-    return num * _HYBRID_BYTES
+def count_node_bytes(
+    config: RLConfig | TrainConfig,
+    role: RolePlan,
+    engine: EngineConfig,
+    size: int,
+    *,
+    takes_turns: bool,
+) -> Counter[str]:
+    """Return the host's bytes on the fullest node of a role, by kind.
 
-
-def split_nodes(role: RolePlan, size: int) -> Iterator[list[StagePlan]]:
-    """Yield the stage of each rank, node by node."""
+    Args:
+        size: Ranks of a node.
+        takes_turns: The role leaves its devices to others, and is on the host meanwhile.
+    """
     stages = {rank: stage for stage in role.stages for rank in stage.ranks}
+    fullest = Counter[str]()
     for start in range(0, role.num_ranks, size):
-        yield [stages[rank] for rank in range(start, min(start + size, role.num_ranks))]
+        node = Counter[str]()
+        for stage in (stages[rank] for rank in range(start, min(start + size, role.num_ranks))):
+            is_trained = stage.gradient_bytes > 0
+            has_host_adam = engine.optimizer.cpu_offload and is_trained
+            if has_host_adam:
+                itemsize = get_optimizer_itemsize(engine, ITEMSIZES[config.model.dtype])
+                node["optimizer on the host"] += stage.optimizer_bytes // itemsize * _HYBRID_BYTES
+            if has_state_on_host(engine):
+                node["FSDP2 on the host"] += (
+                    stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
+                )
+            elif takes_turns:
+                node["offloaded weights"] += stage.weight_bytes
+                node["offloaded optimizer"] += 0 if has_host_adam else stage.optimizer_bytes
+            if config.checkpoint.async_save and is_trained:
+                node["checkpoint in flight"] += stage.weight_bytes + stage.optimizer_bytes
+        fullest = max(fullest, node, key=lambda counts: sum(counts.values()))
+    return fullest
 
 
 def _count_group_bytes(size: int) -> int:

@@ -22,13 +22,11 @@ from mcore_rl.planner.memory import (
     Moment,
     Rows,
     count_fragmentation,
-    count_host_adam_bytes,
     count_nccl_bytes,
+    count_node_bytes,
     count_pass_bytes,
     count_state_bytes,
     counts_activations,
-    has_state_on_host,
-    split_nodes,
 )
 from mcore_rl.planner.roles import (
     RolePlan,
@@ -126,24 +124,8 @@ def _compute_host_bytes(config: TrainConfig, roles: list[RolePlan], size: int) -
     """Return the bytes on the fullest node, without data."""
     host = Counter[str]()
     for role in roles:
-        worst = Counter[str]()
-        for stages in split_nodes(role, size):
-            node = Counter[str]()
-            for stage in stages:
-                if config.engine.optimizer.cpu_offload:
-                    node["optimizer on the host"] += count_host_adam_bytes(
-                        stage, config.engine, config.model.dtype
-                    )
-                if has_state_on_host(config.engine):
-                    node["FSDP2 on the host"] += (
-                        stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
-                    )
-                elif role is not roles[0] and shares_devices(config):
-                    node["offloaded weights"] += stage.weight_bytes
-                if config.checkpoint.async_save and role is roles[0]:
-                    node["checkpoint in flight"] += stage.weight_bytes + stage.optimizer_bytes
-            worst = max(worst, node, key=lambda counts: sum(counts.values()))
-        host += worst
+        takes_turns = role is not roles[0] and shares_devices(config)
+        host += count_node_bytes(config, role, config.engine, size, takes_turns=takes_turns)
     return dict(host)
 
 

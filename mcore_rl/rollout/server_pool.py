@@ -54,8 +54,8 @@ CHECK_S = 1.0  # how often calls are compared with their time limits
 ALL = 1 << 31  # more groups than any call begins
 # How long a server waits for all of its groups. Their samples are lost if it dies meanwhile.
 COLLECT_ALL_S = 5.0
-# Servers that may be asked again every second; with more of them each waits longer, up to a limit:
-# for its share of the groups, and for all of them, or while nobody waits for a group.
+# Servers that are polled for samples every second; with more of them each may wait longer with its
+# answer, up to a limit: for its share of the groups, and for all of them.
 _SERVERS_PER_S, _MAX_COLLECT_S, _MAX_COLLECT_ALL_S = 32, 2.0, 10.0
 # Prompt bytes per sample that are sent by value. Larger prompts go by reference, for which Ray
 # takes 0.7 ms more of the driver's time.
@@ -309,10 +309,10 @@ class ServerPool:
     def poll(self, stream: str, at_least: int = 1) -> list[Batch]:
         """Collect without waiting or resending weights, while the trainer changes them.
 
-        Of many servers about 32 a second are asked, each after 10 s at the latest.
+        Of many servers about 32 a second are polled, each after 10 s at the latest.
 
         Args:
-            at_least: As of `collect`. With fewer than `ALL` each is asked after 2 s at the latest.
+            at_least: As of `collect`. With fewer than `ALL` each is polled after 2 s at the latest.
         """
         self._poll()
         self._route()
@@ -388,9 +388,9 @@ class ServerPool:
         self.resend()
 
     def _collect(self, stream: str, at_least: int, pause_s: float = 0.0) -> list[Batch]:
-        """Return the answers of servers, and ask again those that have groups of the stream.
+        """Return samples of servers that have answered, and poll those that have groups.
 
-        A server that was asked less than `pause_s` ago is asked by a later call.
+        A server that was polled less than `pause_s` ago is left to a later call.
         """
         marked, batches, num_serving = self._to_collect[stream], list[Batch](), len(self._serving)
         wait_s, now_s = self._get_collect_s(at_least, num_serving), time.monotonic()

@@ -238,7 +238,7 @@ class RLTrainer(ABC):
         if num >= num_prompts:
             return
         setting = f"algorithm.filter.group_filter={policy.group_filter!r}"
-        text = f"{num} groups to train on, of {num_prompts} that were asked for"
+        text = f"{num} groups to train on, of trainer.prompts_per_step={num_prompts}"
         if not policy.group_filter:
             warnings.add("groups were missing", step, text)
         elif not num:

@@ -62,7 +62,7 @@ def build(model: str) -> Any:
 
 
 def lora_spec(path: Path, layout: Layout, dtype: str = "float32", **settings: Any) -> EngineSpec:
-    """As ranks.build_engine_spec, with adapters; `settings` are fields of EngineConfig."""
+    """Return the spec of an engine with adapters; `settings` are fields of EngineConfig."""
     spec = ranks.build_engine_spec(path, layout, dtype)
     model = path.name  # of its checkpoint's folder
     lora = replace(SETTINGS, targets=TARGETS[model])

@@ -373,7 +373,9 @@ def test_a_short_step_is_reported_unless_the_filter_is_meant_to_leave_groups_out
     made = answered().with_columns(rewards=rewards)
     models = {"actor": Model(-1.0625)}
     _, summed_up = one_step_of(tmp_path, {"filter": samples}, models, made=made)
-    message = f"step 1: {num_passing} groups to train on, of 3 that were asked for, after algorithm"
+    message = (
+        f"step 1: {num_passing} groups to train on, of trainer.prompts_per_step=3, after algorithm"
+    )
     assert (message in capsys.readouterr().err) == is_reported
     setting = "algorithm.filter.group_filter='drop_uniform'"
     assert (f"in 1 of 1 {summary}{setting}" in summed_up) == bool(summary)
@@ -386,7 +388,7 @@ def test_dropped_responses_and_groups_that_are_gone_with_them_are_reported(tmp_p
     one_step_of(tmp_path, {}, {"actor": Model(-1.0625)}, made=made, on_error="drop")
     output = capsys.readouterr().err
     assert "step 1: 3 responses are missing, as they got no reward\n" in output
-    assert "step 1: 2 groups to train on, of 3 that were asked for\n" in output
+    assert "step 1: 2 groups to train on, of trainer.prompts_per_step=3\n" in output
 
 
 def test_advantages_may_compare_responses_that_are_not_trained_on(tmp_path):
