@@ -1,8 +1,8 @@
-"""What ranks run for test_lora.py: engines with adapters."""
+"""What ranks run for test_lora.py: engines with adapters; and adapters in plain autograd."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import ranks
 import tiny_models
 import torch
 import transformers
+from torch.func import functional_call
 
 from mcore_rl.config.schema import Layout, LoRAConfig, RecomputeConfig
 from mcore_rl.data.batch import Batch
@@ -244,3 +245,50 @@ def formed_weights(path: Path, layout: Layout, batch: Batch) -> Result:
     formed.clear()
     list(engine.get_per_tensor_param())
     return {"used": used, "exported": dict(formed)}
+
+
+def join_factors(factors: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Replicated factors of each tensor, from the runs of rows that one rank cuts them into."""
+    tensors = dict.fromkeys(f["tensor"] for f in factors)
+    for tensor in tensors:
+        runs = sorted((f for f in factors if f["tensor"] == tensor), key=lambda f: f["first_row"])
+        yield runs[0] | {"B": torch.cat([run["B"] for run in runs])}
+
+
+class Adapted:
+    """A transformers model with frozen weights and trainable factors, in plain autograd."""
+
+    def __init__(
+        self, model: Any, checkpoint: Mapping[str, torch.Tensor], factors: list[dict[str, Any]]
+    ) -> None:
+        self.model = model.requires_grad_(False)
+        self.checkpoint = checkpoint
+        joined = list(join_factors(factors))
+        # Tensors of one Megatron weight share their A.
+        self.a = {f["A_of"]: f["A"].clone().requires_grad_() for f in joined}
+        self.b = {f["tensor"]: f["B"].clone().requires_grad_() for f in joined}
+        self.a_of = {f["tensor"]: f["A_of"] for f in joined}
+
+    def parameters(self) -> list[torch.Tensor]:
+        return [*self.a.values(), *self.b.values()]
+
+    def __call__(self, ids: torch.Tensor) -> Any:
+        return functional_call(self.model, self._weights(), (ids,))
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        """Adapted weights by the names of the model, which stacks the experts of a layer."""
+        actual = {
+            tensor: self.checkpoint[tensor] + SCALE * b @ self.a[self.a_of[tensor]]
+            for tensor, b in self.b.items()
+        }
+        for name, parameter in self.model.named_parameters():
+            path, _, last = name.rpartition(".")
+            if last not in ("gate_up_proj", "down_proj"):
+                continue
+            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
+            experts = [
+                torch.cat([actual.pop(f"{path}.{expert}.{part}.weight") for part in parts])
+                for expert in range(len(parameter))
+            ]
+            actual[name] = torch.stack(experts)
+        return actual

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,8 @@ import ranks
 import tiny_models
 import torch
 import transformers
-from lora_jobs import SCALE
+from lora_jobs import SCALE, Adapted, join_factors
 from safetensors.torch import load_file, save_file
-from torch.func import functional_call
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.worker import ModelWorker
@@ -110,55 +109,10 @@ def merged_by_hand(
     checkpoint: Mapping[str, torch.Tensor], factors: list[dict[str, Any]]
 ) -> dict[str, torch.Tensor]:
     """The checkpoint with W + scale * B @ A in place of each W, in float64."""
-    products = {f["tensor"]: SCALE * f["B"].double() @ f["A"].double() for f in _joined(factors)}
+    products = {
+        f["tensor"]: SCALE * f["B"].double() @ f["A"].double() for f in join_factors(factors)
+    }
     return {n: t.double() + products.get(n, 0.0) for n, t in checkpoint.items()}
-
-
-def _joined(factors: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Replicated factors of each tensor, from the runs of rows that one rank cuts them into."""
-    tensors = dict.fromkeys(f["tensor"] for f in factors)
-    for tensor in tensors:
-        runs = sorted((f for f in factors if f["tensor"] == tensor), key=lambda f: f["first_row"])
-        yield runs[0] | {"B": torch.cat([run["B"] for run in runs])}
-
-
-class Adapted:
-    """A transformers model with frozen weights and trainable factors, in plain autograd."""
-
-    def __init__(
-        self, model: Any, checkpoint: Mapping[str, torch.Tensor], factors: list[dict[str, Any]]
-    ) -> None:
-        self.model = model.requires_grad_(False)
-        self.checkpoint = checkpoint
-        joined = list(_joined(factors))
-        # Tensors of one Megatron weight share their A.
-        self.a = {f["A_of"]: f["A"].clone().requires_grad_() for f in joined}
-        self.b = {f["tensor"]: f["B"].clone().requires_grad_() for f in joined}
-        self.a_of = {f["tensor"]: f["A_of"] for f in joined}
-
-    def parameters(self) -> list[torch.Tensor]:
-        return [*self.a.values(), *self.b.values()]
-
-    def __call__(self, ids: torch.Tensor) -> Any:
-        return functional_call(self.model, self._weights(), (ids,))
-
-    def _weights(self) -> dict[str, torch.Tensor]:
-        """Adapted weights by the names of the model, which stacks the experts of a layer."""
-        actual = {
-            tensor: self.checkpoint[tensor] + SCALE * b @ self.a[self.a_of[tensor]]
-            for tensor, b in self.b.items()
-        }
-        for name, parameter in self.model.named_parameters():
-            path, _, last = name.rpartition(".")
-            if last not in ("gate_up_proj", "down_proj"):
-                continue
-            parts = ("gate_proj", "up_proj") if last == "gate_up_proj" else ("down_proj",)
-            experts = [
-                torch.cat([actual.pop(f"{path}.{expert}.{part}.weight") for part in parts])
-                for expert in range(len(parameter))
-            ]
-            actual[name] = torch.stack(experts)
-        return actual
 
 
 @pytest.mark.parametrize(("model", "layout"), DAILY_CASES)
@@ -247,7 +201,7 @@ def test_scores_and_two_steps_equal_one_rank(runs, model, layout):
 @pytest.mark.parametrize("when", ["factors", "trained_factors"])
 def test_every_rank_holds_its_part_of_the_factors_of_one_rank(runs, model, layout, when):
     """Also the copies of a factor, which only reduced gradients keep alike."""
-    full_factors = {f["tensor"]: f for f in _joined(runs.get_reference(model)[when])}
+    full_factors = {f["tensor"]: f for f in join_factors(runs.get_reference(model)[when])}
     seen = set()
     for result in runs.results[f"{model}/{layout}"]:
         for actual in result[when]:

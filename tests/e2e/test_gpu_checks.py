@@ -24,6 +24,7 @@ CHECKS = all_but(
         "engine moe bfloat16, push, log-prob head", "bandwidth", "engine dense float32",
         "engine moe float32", "engine dense bfloat16", "engine moe bfloat16", "push",
         "layers dense", "layers moe", "layers fsdp dense", "layers fsdp moe", "log-prob head",
+        "adapters moe, profile",
     ],
 )  # fmt: skip
 

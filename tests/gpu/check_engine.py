@@ -41,6 +41,8 @@ LIMITS = {
     "bfloat16-torch": (2.0, 0.06, 0.1),
     "bfloat16-te": (2.0, 0.06, 0.1),
 }
+# Sparse attention chooses keys as a router chooses experts, and sums their gradients in any order.
+CHOOSES_KEYS = ("deepseek_v32",)
 MODELS = (
     "qwen3", "qwen3_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe", "deepseek_v3", "deepseek_v32",
     "minimax_m2",
@@ -97,6 +99,7 @@ def relative(value: float, expected: float) -> float:
 
 
 def check(arguments: argparse.Namespace) -> measure.Result:
+    measure.choose_first_variants()  # before transformers or Megatron imports kernels of fla
     name, dtype, modules = arguments.case.split("-")
     if arguments.dry:
         modules = "torch"
@@ -139,13 +142,17 @@ def check(arguments: argparse.Namespace) -> measure.Result:
     is_tf32 = HAS_FLA and name in ("qwen3_next", "qwen3_5_moe")
     limits = LIMITS["float32-te" if is_tf32 and dtype == "float32" else f"{dtype}-{modules}"]
     limit, mean_limit, step_limit = limits
+    resume_limit = 1e-5
+    if name in CHOOSES_KEYS and measure.has_gpu():
+        step_limit = max(step_limit, 2e-3)
+        resume_limit = 2e-2 if dtype == "bfloat16" else 2e-3
     assert result["log_prob_gap"] < limit and result["log_prob_gap_mean"] < mean_limit, result
     for step, reference in zip(steps, expected, strict=True):
         assert relative(step[0], reference[0]) < step_limit, result
         assert relative(step[1], reference[1]) < 3 * step_limit, result
     if (dtype, modules, is_tf32) == ("float32", "torch", False):
         assert result["weight_gap"] < 2.5 * LR and result["weight_gap_mean"] < 0.02 * LR, result
-    assert result["resume_difference"] < 1e-5, result
+    assert result["resume_difference"] < resume_limit, result
     return result
 
 

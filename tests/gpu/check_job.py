@@ -19,7 +19,7 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         settings = [f"output_dir={output}", f"trainer.num_steps={2 if arguments.dry else 20}"]
         if arguments.dry:
             settings += ["warm_start.num_steps=20", "trainer.eval_samples=32"]
-        command = "from mcore_rl.cli.main import main; main()"
+        command = "import sys; from mcore_rl.cli.main import main; sys.exit(main())"
         start = time.perf_counter()
         run = subprocess.run(
             [sys.executable, "-c", command, "rl", "recipe=quickstart_one_gpu", *settings],

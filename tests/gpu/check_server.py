@@ -1,6 +1,6 @@
 """A vLLM server on the GPU that trains: answers, sleep, wake, and weights from an engine beside it.
 
-Four layers of Qwen3-30B-A3B with random weights. Log-probs are compared with transformers in
+Two layers of Qwen3-30B-A3B with random weights. Log-probs are compared with transformers in
 float32 on the same GPU. `runner1` and `runner2` are vLLM's model runners, `graphs` the second one
 with compiled graphs instead of eager, `float8` the second one with rollout.quantization. `drafts`
 is a small GLM-4.5 whose prediction layer proposes tokens.
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import gc
 import os
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -50,6 +51,7 @@ class Timer(dict):
         start = time.perf_counter()
         result = await awaitable
         self[name] = time.perf_counter() - start
+        print(f"{name}: {self[name]:.1f} s", file=sys.stderr, flush=True)
         return result
 
 
@@ -194,7 +196,7 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         if arguments.case == "drafts":
             paths = [save_with_mtp(Path(folder, str(n)), n) for n in (0, 1)]
             return asyncio.run(serve_drafts(paths, arguments))
-        config = measure.qwen3_30b(4, arguments.dry)
+        config = measure.qwen3_30b(2, arguments.dry)
         paths = [measure.make_checkpoint(config, Path(folder, str(n)), seed=n) for n in (0, 1)]
         return asyncio.run(serve(paths, arguments))
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
+import importlib.util
 import json
 import os
 import statistics
@@ -18,6 +20,16 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests/dist_cpu"), str(ROOT / "tests/unit/engine")]
 
 Result = dict[str, Any]
+
+
+def choose_first_variants() -> None:
+    """Make Triton compile the first variant of each kernel: it would time them all for minutes."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    import triton
+
+    autotune = triton.autotune
+    triton.autotune = lambda configs, key, **options: autotune(configs[:1], key, **options)
 
 
 def has_gpu() -> bool:
@@ -142,8 +154,11 @@ def qwen3_30b(num_layers: int, dry: bool) -> Any:
 def report(check: Callable[[argparse.Namespace], Result], *cases: str) -> None:
     """Run a check as a program: `--dry` for small sizes, `--case` for one of its cases.
 
-    The last line of its output is the result as JSON.
+    The last line of its output is the result as JSON. After 0.8 of its time limit, which
+    run_checks.py sets, the stacks of its threads are printed.
     """
+    if limit := os.environ.get("CHECK_LIMIT_S"):
+        faulthandler.dump_traceback_later(0.8 * float(limit))
     parser = argparse.ArgumentParser(description=sys.modules["__main__"].__doc__)
     parser.add_argument("--dry", action="store_true")
     if cases:

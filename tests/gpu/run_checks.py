@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import subprocess
 import sys
@@ -88,6 +89,12 @@ CHECKS = (
     Check("attention", "attention without Transformer Engine equals plain attention",
           tests("attention"), 60, needs_gpu=True, is_timed=False),
     *ENGINE_CHECKS,
+    Check("adapters dense", "adapters are trained as by plain autograd, the weights are frozen",
+          script("adapters", "qwen3"), 120, is_timed=False),
+    Check("adapters moe", "the same with adapters of experts", script("adapters", "qwen3_moe"), 120,
+          is_timed=False),
+    Check("profile", "a trace with the kernels of a step, and a snapshot of the memory",
+          script("profile"), 120, is_timed=False),
     Check("fsdp float32", "the FSDP2 engine equals transformers: ten families, three of them with "
           "images", script("fsdp", "float32"), 120, needs=IMAGE_PACKAGES, is_timed=False),
     Check("fsdp bfloat16", "the same in bfloat16", script("fsdp", "bfloat16"), 120,
@@ -117,15 +124,15 @@ CHECKS = (
           script("memory"), 90, needs_gpu=True, needs_program="compute-sanitizer",
           is_timed=False),
     Check("server runner 2", "vLLM beside an engine: answers, sleep, wake, push (model runner V2)",
-          script("server", "runner2"), 150, needs=("vllm",)),
-    Check("server runner 1", "the same with model runner V1", script("server", "runner1"), 150,
+          script("server", "runner2"), 300, needs=("vllm",)),
+    Check("server runner 1", "the same with model runner V1", script("server", "runner1"), 300,
           needs=("vllm",), needs_gpu=True),
-    Check("server graphs", "the same with compiled graphs", script("server", "graphs"), 200,
+    Check("server graphs", "the same with compiled graphs", script("server", "graphs"), 300,
           needs=("vllm",), needs_gpu=True),
     Check("server float8", "the same in float8 blocks: log-prob gap, GB/s of codes",
-          script("server", "float8"), 200, needs=("vllm",), needs_gpu=True),
+          script("server", "float8"), 300, needs=("vllm",), needs_gpu=True),
     Check("server drafts", "vLLM drafts with a prediction layer: greedy tokens, log-probs, "
-          "acceptance", script("server", "drafts"), 150, needs=("vllm",)),
+          "acceptance", script("server", "drafts"), 300, needs=("vllm",)),
     Check("sglang", "servers of SGLang keep the contract of rollout backends", script("sglang"),
           600, needs_beside="sglang"),
     Check("quickstart", "the quickstart on one GPU learns", script("job"), 300,
@@ -180,7 +187,7 @@ def missing(check: Check, *, dry: bool) -> str:
 
 def run(check: Check, limit_s: float, *, dry: bool) -> Result:
     """Run one check; its process group is ended at the limit."""
-    command = [sys.executable, *check.command]
+    command = [sys.executable, "-X", "faulthandler", *check.command]
     if check.needs_program:
         command = [check.needs_program, "--error-exitcode", "9", *command]
     if dry:
@@ -190,6 +197,7 @@ def run(check: Check, limit_s: float, *, dry: bool) -> Result:
             command.append("--dry")
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    variables["CHECK_LIMIT_S"] = str(limit_s)
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=variables, start_new_session=True, text=True,
@@ -214,6 +222,7 @@ def run(check: Check, limit_s: float, *, dry: bool) -> Result:
     except (ValueError, IndexError):
         result["output"] = output[-400:]
     if status != "passed":
+        errors = re.sub("^Extension modules: .*$", "", errors, flags=re.MULTILINE)
         result["output"], result["errors"] = output[-TAIL:], errors[-TAIL:]
     return result
 
