@@ -21,6 +21,7 @@ from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware
+from mcore_rl.planner.roles import ITEMSIZES
 from mcore_rl.planner.servers import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
 
 # Of a server's scheduler for each forward pass, which the next pass waits for. An assumption.
@@ -121,17 +122,34 @@ class ServerModel:
     """Predicts forward passes of one generation server."""
 
     def __init__(
-        self, work: ModelWork, config: HFConfig, rollout: RolloutConfig, hardware: Hardware
+        self,
+        work: ModelWork,
+        config: HFConfig,
+        rollout: RolloutConfig,
+        hardware: Hardware,
+        dtype: str,
     ) -> None:
+        """Prepare the rates and sizes of a server.
+
+        Args:
+            dtype: model.dtype, of activations, of the cache, and of weights that are not quantised.
+        """
         self.work, self.rollout, self.hardware = work, rollout, hardware
-        self.is_float8 = rollout.quantization is not None
-        self.itemsize = 1 if self.is_float8 else 2
-        self.rate = hardware.get_flops("float8" if self.is_float8 else "bfloat16")
-        self.attention_rate = hardware.get_flops("bfloat16")
+        is_float8 = rollout.quantization is not None
+        self.state_itemsize = ITEMSIZES[dtype]
+        self.itemsize = 1 if is_float8 else self.state_itemsize
+        self.rate = hardware.get_flops("float8" if is_float8 else dtype)
+        self.attention_rate = hardware.get_flops(dtype)
         self.tp, self.num_workers = rollout.tp, rollout.num_workers
-        self.kv_bytes = 2 * count_kv_elements_per_token(config, rollout.tp)
+        self.kv_bytes = self.state_itemsize * count_kv_elements_per_token(config, rollout.tp)
         self.layers = Counter(work.layers)
         self._num_caching = sum(1 for layer in work.layers if layer.pair_flops)
+
+    def count_weight_bytes(self) -> float:
+        """Return the bytes of the weights on one worker."""
+        expert = sum(layer.expert_parameters for layer in self.work.layers)
+        dense = self.work.parameters - expert
+        return self.itemsize * (dense / self.tp + expert / self.num_workers)
 
     def count_slots(self, sequence: float) -> int:
         """Return the responses that a server generates at once: its limit, or its cache's."""
@@ -148,7 +166,9 @@ class ServerModel:
         """
         hardware, per_rank = self.hardware, sequences * tokens / self.rollout.dp
         total = exchange = 0.0
-        reduce_s = hardware.predict_all_reduce(per_rank * self.work.hidden_size * 2, self.tp)
+        reduce_s = hardware.predict_all_reduce(
+            per_rank * self.work.hidden_size * self.state_itemsize, self.tp
+        )
         for layer, count in self.layers.items():
             seconds = sum(self._multiply(matrix, per_rank) for matrix in layer.matrices)
             seconds += self._attend(layer, sequences / self.rollout.dp, tokens, context)
@@ -165,7 +185,8 @@ class ServerModel:
 
     def _multiply(self, matrix: Matrix, tokens: float) -> float:
         local = matrix.numel / (self.tp if matrix.is_sharded else 1)
-        traffic = local * self.itemsize + 2 * tokens * (matrix.rows + matrix.columns)
+        states = tokens * (matrix.rows + matrix.columns)
+        traffic = local * self.itemsize + states * self.state_itemsize
         seconds = max(2 * local * tokens / self.rate, traffic / self.hardware.memory_rate)
         return max(seconds, self.hardware.kernel_latency_s)
 
@@ -189,7 +210,8 @@ class ServerModel:
         for matrix in layer.experts:
             size = matrix.numel / self.num_workers  # experts, or columns of all, over workers
             traffic = layer.num_experts * reached * size * self.itemsize
-            traffic += 2 * tokens * layer.topk * (matrix.rows + matrix.columns) / self.num_workers
+            states = tokens * layer.topk * (matrix.rows + matrix.columns) / self.num_workers
+            traffic += states * self.state_itemsize
             flops = 2 * tokens * layer.topk * size
             seconds += max(flops / self.rate, traffic / self.hardware.memory_rate)
         return seconds
@@ -204,7 +226,8 @@ class ServerModel:
             return 0.0
         link = self.hardware.get_link(self.num_workers)
         copies = min(layer.topk, self.num_workers)
-        size = tokens / self.tp * copies * self.work.hidden_size * 2 * (dp - 1) / dp
+        row = self.work.hidden_size * self.state_itemsize
+        size = tokens / self.tp * copies * row * (dp - 1) / dp
         return 2 * link.predict_s(size)
 
     def predict(self, lengths: Sequence[float], prompt: float, group_size: int) -> GenerationTime:

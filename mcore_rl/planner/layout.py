@@ -47,7 +47,7 @@ from mcore_rl.planner.roles import (
 )
 from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
-from mcore_rl.planner.training import BFLOAT16, FLOAT32, Load, TrainingModel
+from mcore_rl.planner.training import FLOAT32, Load, TrainingModel
 
 # CUDA context, NCCL buffers, workspaces of libraries and fragmentation of one process on a GPU.
 _RESERVED_BYTES = 6e9
@@ -508,9 +508,9 @@ def _list_servers(
                 rollout = replace(config.rollout, tp=tp, dp=dp, ep=ep)
                 rollout.num_servers = num_devices // workers
                 rollout.nodes_per_server = max(1, workers // node)
-                weights = _count_served_bytes(work, rollout)
+                server = ServerModel(work, model, rollout, hardware, config.model.dtype)
+                weights = server.count_weight_bytes()
                 free = hardware.memory_bytes * _SERVED_SHARE - reserved - weights
-                server = ServerModel(work, model, rollout, hardware)
                 if free < server.kv_bytes * longest:
                     continue
                 share = max(1, round(samples / rollout.num_servers))
@@ -520,14 +520,6 @@ def _list_servers(
                     lengths.draw(share).tolist(), lengths.prompt, config.algorithm.group_size
                 ).total_s
                 yield rollout, seconds, weights + rollout.kv_cache_bytes + reserved
-
-
-def _count_served_bytes(work: ModelWork, rollout: RolloutConfig) -> float:
-    """Return the bytes of a server's weights on one worker."""
-    itemsize = 1 if rollout.quantization is not None else BFLOAT16
-    expert = sum(layer.expert_parameters for layer in work.layers)
-    dense = work.parameters - expert
-    return itemsize * (dense / rollout.tp + expert / rollout.num_workers)
 
 
 def _replace_layouts(

@@ -102,7 +102,7 @@ def predict_step(
         values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
     scores = _predict_scores(config, hardware, step_load)
     update = engine.predict_update(mini_load)
-    server = ServerModel(work, model, rollout, hardware)
+    server = ServerModel(work, model, rollout, hardware, config.model.dtype)
     share = max(1, round(samples / rollout.num_servers))
     generation = server.predict(
         lengths.draw(share).tolist(), lengths.prompt, config.algorithm.group_size

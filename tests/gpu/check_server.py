@@ -109,7 +109,7 @@ async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Res
             Layout(), 0, GenerationLayout(), dtype, settings, quantization=quantization
         )
         engine = MegatronEngine(
-            EngineSpec(ModelConfig(str(paths[1]), dtype), EngineConfig(), seed=0)
+            EngineSpec(ModelConfig(str(paths[1]), dtype), EngineConfig(modules="torch"), seed=0)
         )
         engine.initialize()
         gb = engine.memory_report().parameters_bytes / 1e9

@@ -198,6 +198,8 @@ def run(check: Check, limit_s: float, *, dry: bool) -> Result:
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     variables = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     variables["CHECK_LIMIT_S"] = str(limit_s)
+    if importlib.util.find_spec("flashinfer") is None:
+        variables["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     start = time.monotonic()
     process = subprocess.Popen(
         command, cwd=ROOT, env=variables, start_new_session=True, text=True,

@@ -177,7 +177,7 @@ def predict_times(
     update, dp = step.update, config.actor.layout.dp
     once_s = update.data_parallel_s + update.optimizer_s  # whatever the number of tokens
 
-    server = generation.ServerModel(work, model, config.rollout, hardware)
+    server = generation.ServerModel(work, model, config.rollout, hardware, config.model.dtype)
     slots = server.count_slots(prompt_tokens + planned.mean)
     # A line through a pass of one response and one of as many as a server has at once.
     most, context = max(2, step.generation.most_running), prompt_tokens + planned.mean / 2

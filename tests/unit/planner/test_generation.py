@@ -19,24 +19,36 @@ from tests.published_runs import read_model
 H100 = replace(load_hardware("h100"), kernel_latency_s=1e-15, nvlink_latency_s=1e-15)
 
 
-def build_server(name: str, **fields: object) -> ServerModel:
+def build_server(name: str, dtype: str = "bfloat16", **fields: object) -> ServerModel:
     config = read_model({"model": name})
     rollout = RolloutConfig(kv_cache_bytes=1 << 40, **fields)  # type: ignore[arg-type]
-    return ServerModel(count_work(config), config, rollout, H100)
+    return ServerModel(count_work(config), config, rollout, H100, dtype)
 
 
-def test_decode_of_one_sequence_reads_the_weights_once() -> None:
-    server = build_server("Qwen3-8B")
+DTYPES = pytest.mark.parametrize(("dtype", "itemsize"), [("bfloat16", 2), ("float32", 4)])
+
+
+@DTYPES
+def test_decode_of_one_sequence_reads_the_weights_once(dtype: str, itemsize: int) -> None:
+    server = build_server("Qwen3-8B", dtype)
     seconds, _ = server.predict_pass(1, 1, 0)
     weights = server.work.parameters - server.work.embedding_parameters
-    expected = 2 * weights / H100.memory_rate + SCHEDULER_S
+    expected = itemsize * weights / H100.memory_rate + SCHEDULER_S
     assert seconds == pytest.approx(expected, rel=0.01)
 
 
-def test_decode_reads_the_cache_of_each_sequence() -> None:
-    server = build_server("Qwen3-8B")
-    # 36 layers, keys and values of 8 heads of 128, bfloat16.
-    per_token = 36 * 2 * 8 * 128 * 2
+def test_workers_divide_experts_and_the_tp_ranks_of_each_the_other_weights() -> None:
+    server = build_server("Qwen3-30B-A3B", "float32", tp=2, dp=2, ep=True)
+    experts = 48 * 128 * 3 * 2048 * 768
+    expected = 4 * ((server.work.parameters - experts) / 2 + experts / 4)
+    assert server.count_weight_bytes() == pytest.approx(expected, rel=1e-9)
+
+
+@DTYPES
+def test_decode_reads_the_cache_of_each_sequence(dtype: str, itemsize: int) -> None:
+    server = build_server("Qwen3-8B", dtype)
+    # 36 layers, keys and values of 8 heads of 128.
+    per_token = 36 * 2 * 8 * 128 * itemsize
     short, long = (server.predict_pass(32, 1, context)[0] for context in (1000, 5000))
     assert long - short == pytest.approx(32 * 4000 * per_token / H100.memory_rate, rel=1e-6)
 
@@ -92,13 +104,14 @@ def test_a_few_lengths_stand_for_many() -> None:
     assert passes * 127 / 64 == pytest.approx(lengths.sum(), rel=0.02)
 
 
-def test_one_token_of_a_prompt_has_logits() -> None:
-    server = build_server("Qwen3-8B")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_one_token_of_a_prompt_has_logits(dtype: str) -> None:
+    server = build_server("Qwen3-8B", dtype)
     seconds, _ = server.predict_pass(4, 2048, 1024)
     work = server.work
     flops = 2 * 8192 * (work.active_parameters - work.head.numel)
     pairs = 8192 * 1024 * sum(layer.pair_flops for layer in work.layers)
-    expected = (flops + pairs) / H100.get_flops("bfloat16")
+    expected = (flops + pairs) / H100.get_flops(dtype)
     assert seconds == pytest.approx(expected + SCHEDULER_S, rel=0.02)
 
 
