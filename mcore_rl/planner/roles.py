@@ -5,10 +5,13 @@ Pure functions: no process group, no cluster, no file but config.json of scoring
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -33,6 +36,7 @@ from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.models.base import (
     SEQUENCE,
+    Family,
     HFConfig,
     get_family,
     get_model_sizes,
@@ -42,10 +46,10 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, map_model_weights, map_value_weights
 from mcore_rl.models.transformers_model import map_sharded_weights
 from mcore_rl.parallel.mesh import Chunk, Mesh, split_into_chunks
-from mcore_rl.reshard.layout import GenerationLayout, Ranks, ShardedRanks, TrainingRanks
+from mcore_rl.reshard.layout import GenerationLayout, Holders, Ranks, ShardedRanks, TrainingRanks
 from mcore_rl.reshard.rules import Shard, Weight
 from mcore_rl.rollout.weight_updater import build_generation_layout
-from mcore_rl.weight_sync.spec import build_generation_side
+from mcore_rl.weight_sync.spec import WeightFormat, build_generation_side
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2}
 _FLOAT32 = 4  # bytes of a gradient, a main parameter, each of Adam's two moments
@@ -88,6 +92,13 @@ class _ElementCounts:
     float8: int = 0  # codes of servers with rollout.quantization
     dense: int = 0  # trained, outside of experts
     expert: int = 0  # trained, in experts
+
+    def add(self, other: _ElementCounts) -> None:
+        self.parameters += other.parameters
+        self.float32 += other.float32
+        self.float8 += other.float8
+        self.dense += other.dense
+        self.expert += other.expert
 
 
 # The models of a run, from its settings
@@ -249,10 +260,7 @@ def _plan_engine(
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     mesh = Mesh(layout)
     padded = pad_vocab_size(model, layout.tp)
-    if name == "critic":
-        all_weights = map_value_weights(build_value_config(model), padded)
-    else:
-        all_weights = map_model_weights(model, padded)
+    all_weights = _map_weights(family, _format_config(model), padded, is_critic=name == "critic")
     weights = [weight for weight in all_weights if num_mtp or weight.stage != "mtp"]
     ranks_of_layout = TrainingRanks(mesh, chunks, sizes.num_experts)
     rank_counts = _count_elements(ranks_of_layout, weights, engine.lora)
@@ -373,24 +381,22 @@ def _plan_servers(
 ) -> RolePlan:
     """Plan a role with servers, which are all equal: one stage."""
     sizes = get_model_sizes(model)
-    layout = build_generation_layout(rollout, rollout.num_servers)
+    num_ranks = rollout.num_servers * rollout.num_workers
+    layout = build_generation_layout(rollout, 1)
     server_class = load_server_class(rollout)
     weight_format = server_class.features.weight_format or "huggingface"
     if get_family(model).vllm_weights is None:
         weight_format = "huggingface"  # all tensors on each worker, at most
-    quantization = rollout.quantization
-    ranks, (_, weights) = build_generation_side(
-        model,
+    largest = _count_largest_worker(
+        get_family(model),
+        _format_config(model),
         layout,
         weight_format,
         drafts=bool(rollout.speculative.num_tokens),
-        quantization=quantization,
+        quantization=rollout.quantization,
     )
-    rank_counts = _count_elements(ranks, weights, LoRAConfig())
-    # Experts may not divide evenly.
-    largest = max(rank_counts, key=lambda counts: counts.parameters)
     stage = StagePlan(
-        ranks=tuple(range(layout.world_size)),
+        ranks=tuple(range(num_ranks)),
         layers=f"all {sizes.num_layers} layers",
         parameters=largest.parameters,
         weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[config.model.dtype]),
@@ -402,27 +408,69 @@ def _plan_servers(
     return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)
 
 
+# A search plans one model hundreds of times, and a large one has 60,000 weights. Its config is text
+# below, so that it can be a key of a cache; the family is no more than a part of the key.
+
+
+def _format_config(model: HFConfig) -> str:
+    return json.dumps(model, sort_keys=True)
+
+
+@lru_cache(maxsize=4)
+def _map_weights(
+    _family: Family, model: str, padded_vocab: int, *, is_critic: bool
+) -> tuple[Weight, ...]:
+    """Return the rules of a trained model, or of a critic of its architecture."""
+    config = json.loads(model)
+    if is_critic:
+        return map_value_weights(build_value_config(config), padded_vocab)
+    return map_model_weights(config, padded_vocab)
+
+
+@lru_cache(maxsize=16)
+def _count_largest_worker(
+    _family: Family,
+    model: str,
+    layout: GenerationLayout,
+    weight_format: WeightFormat,
+    *,
+    drafts: bool,
+    quantization: str | None,
+) -> _ElementCounts:
+    """Count the elements on the worker that has most: experts may not divide evenly."""
+    ranks, (_, weights) = build_generation_side(
+        json.loads(model), layout, weight_format, drafts=drafts, quantization=quantization
+    )
+    rank_counts = _count_elements(ranks, weights, LoRAConfig())
+    return max(rank_counts, key=lambda counts: counts.parameters)
+
+
 def _count_elements(
     ranks: Ranks, weights: Sequence[Weight], lora: LoRAConfig
 ) -> list[_ElementCounts]:
     """Count the elements on each rank."""
-    rank_counts = [_ElementCounts() for _ in range(ranks.world_size)]
+    # Thousands of weights have the same holders: the equal shards of these are added first.
+    shard_counts: dict[int, tuple[Holders, _ElementCounts]] = {}  # by the identity of the holders
     for weight in weights:
         holders = ranks.get_holders(weight)
-        for index, members in enumerate(holders):
-            shape = weight.rule.get_local_shape(Shard(index, len(holders)))
-            size, trained = math.prod(shape), _count_trained(weight, shape, lora)
-            for rank in members:
-                counts = rank_counts[rank]
-                counts.parameters += size + (trained if lora.rank else 0)
-                if weight.float32:
-                    counts.float32 += size
-                elif weight.float8:
-                    counts.float8 += size
-                elif weight.expert is None:
-                    counts.dense += trained
-                else:
-                    counts.expert += trained
+        if not holders:
+            continue
+        _, counts = shard_counts.setdefault(id(holders), (holders, _ElementCounts()))
+        shape = weight.rule.get_local_shape(Shard(0, len(holders)))
+        size, trained = math.prod(shape), _count_trained(weight, shape, lora)
+        counts.parameters += size + (trained if lora.rank else 0)
+        if weight.float32:
+            counts.float32 += size
+        elif weight.float8:
+            counts.float8 += size
+        elif weight.expert is None:
+            counts.dense += trained
+        else:
+            counts.expert += trained
+    rank_counts = [_ElementCounts() for _ in range(ranks.world_size)]
+    for holders, counts in shard_counts.values():
+        for rank in itertools.chain.from_iterable(holders):
+            rank_counts[rank].add(counts)
     return rank_counts
 
 
