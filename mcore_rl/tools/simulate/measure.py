@@ -91,10 +91,11 @@ class MeasuredTimes:
 
 
 def list_events(timeline: StepTimeline) -> dict[str, list[str]]:
-    """Return the phases of the driver and the calls of each role, in the order of their starts.
+    """Return the phases of the driver and the calls of each role, ordered by their first starts.
 
     What is between phases of `PARTS` is left out, such as evaluations and tables of samples, which
-    simulated runs do not have.
+    simulated runs do not have. A name is listed once: calls that follow each other closely are one
+    span of a timeline, so that the number of spans depends on the machine.
     """
     phases = [span for span in timeline.spans if span.role == DRIVER and span.name in PARTS]
     spans = [
@@ -103,7 +104,7 @@ def list_events(timeline: StepTimeline) -> dict[str, list[str]]:
         if any(phase.start_s <= span.start_s <= phase.end_s for phase in phases)
     ]
     return {
-        role: [span.name for span in spans if span.role == role]
+        role: list(dict.fromkeys(span.name for span in spans if span.role == role))
         for role in sorted({span.role for span in spans})
     }
 

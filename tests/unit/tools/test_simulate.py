@@ -187,6 +187,9 @@ def test_events_are_those_of_the_parts_of_a_step_in_the_order_of_their_starts():
     ]  # fmt: skip
     expected = {"actor": ["apply", "update"], "driver": ["update"]}
     assert list_events(StepTimeline("training", 1, spans)) == expected
+    # A second call is a span of its own if it does not follow closely.
+    repeated = [*spans, TimeSpan("actor", "apply", 2.5, 2.6)]
+    assert list_events(StepTimeline("training", 1, repeated)) == expected
 
 
 def test_steps_of_a_long_run_are_those_whose_spans_are_written(tmp_path):
