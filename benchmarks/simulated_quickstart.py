@@ -13,6 +13,7 @@ coin flips.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -114,7 +115,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="of steps of each size")
     parser.add_argument("--output", type=Path, metavar="FILE", help="where to write JSON, too")
     options = parser.parse_args()
-    text = json.dumps(compare(options.settings, options.rounds), indent=1) + "\n"
+    with contextlib.redirect_stdout(sys.stderr):  # what the job prints
+        comparison = compare(options.settings, options.rounds)
+    text = json.dumps(comparison, indent=1) + "\n"
     if options.output:
         write_file(options.output, text, "--output")
     sys.stdout.write(text)
