@@ -493,7 +493,7 @@ def count_node_bytes(
 
     Args:
         size: Ranks of a node.
-        takes_turns: The role leaves its devices to others, and is on the host meanwhile.
+        takes_turns: The role leaves its devices to other roles, and is on the host meanwhile.
     """
     stages = {rank: stage for stage in role.stages for rank in stage.ranks}
     fullest = Counter[str]()

@@ -1,4 +1,4 @@
-"""What ranks run for test_lora.py: engines with adapters; and adapters in plain autograd."""
+"""Jobs of test_lora.py on ranks, and its oracle: low-rank adapters in plain autograd."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def formed_weights(path: Path, layout: Layout, batch: Batch) -> Result:
 
 
 def join_factors(factors: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Replicated factors of each tensor, from the runs of rows that one rank cuts them into."""
+    """Yield the factors of each tensor, joined from the runs of rows that one rank has."""
     tensors = dict.fromkeys(f["tensor"] for f in factors)
     for tensor in tensors:
         runs = sorted((f for f in factors if f["tensor"] == tensor), key=lambda f: f["first_row"])
