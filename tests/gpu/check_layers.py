@@ -8,6 +8,7 @@ Weights are random.
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -185,6 +186,7 @@ def check(arguments: argparse.Namespace) -> measure.Result:
         "peak_gib_beyond_state": measure.peak_bytes(lambda: engine.train_batch(batch, LOSS))
         / 2**30,
     }
+    print(result, file=sys.stderr, flush=True)  # should the time end before the rest
     if measure.has_gpu():
         result |= trace_step(engine, batch)
     weights = [parameter.cpu() for parameter in get_parameters(engine)]

@@ -40,8 +40,10 @@ from mcore_rl.weight_sync.spec import TransferSpec
 from mcore_rl.weight_sync.transport import WeightUpdate, connect
 
 NUM_PROMPTS, LONGEST = 64, 256
-GAP_LIMIT = 0.15  # nats, of log-probs in bfloat16 from those in float32
-FLOAT8_GAP_LIMIT = 2.0  # the same of servers with 4 significant bits in place of 8
+# Nats, the largest and the mean, of log-probs in bfloat16 from those in float32: a router near a
+# tie may choose another expert. Then the same of servers with 4 significant bits in place of 8.
+GAP_LIMITS = 0.5, 0.03
+FLOAT8_GAP_LIMITS = 2.0, 0.15
 
 
 class Timer(dict):
@@ -72,6 +74,10 @@ def log_prob_gaps(path: Path, prompts: list[list[int]], completions: list[Comple
     gc.collect()
     torch.cuda.empty_cache()
     return [float(torch.cat(gaps).max()), float(torch.cat(gaps).mean())]
+
+
+def check_gaps(gaps: list[float], limits: tuple[float, float]) -> None:
+    assert gaps[0] < limits[0] and gaps[1] < limits[1], f"gaps {gaps}, limits {limits}"
 
 
 async def generate(server: VLLMServer, vocab: int, length: int) -> tuple[list, list[Completion]]:
@@ -147,7 +153,7 @@ async def serve(paths: list[Path], arguments: argparse.Namespace) -> measure.Res
         await timer.measure("close", server.close())
         result["seconds"] = dict(timer)
     for name in ("first_gaps", "gaps 1", "gaps 2", "gaps 3"):
-        assert result[name][0] < (FLOAT8_GAP_LIMIT if quantization else GAP_LIMIT), result
+        check_gaps(result[name], FLOAT8_GAP_LIMITS if quantization else GAP_LIMITS)
     return result
 
 
@@ -174,7 +180,7 @@ async def serve_drafts(paths: list[Path], arguments: argparse.Namespace) -> meas
     finally:
         await server.close()
     for version in (1, 2):
-        assert result[f"gaps {version}"][0] < GAP_LIMIT, result
+        check_gaps(result[f"gaps {version}"], GAP_LIMITS)
         assert result[f"acceptance {version}"] > 0.5, result
     return result
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 FOLDER = Path(__file__).parent
 KILL_S = 5.0  # between SIGTERM and SIGKILL
 IMAGE_PACKAGES = ("PIL", "pyarrow", "torchvision")
-TAIL = 3000  # characters of the output of a check that failed
+TAIL = 6000  # characters of the output of a check that failed
 Result = dict[str, object]
 
 
@@ -111,11 +111,12 @@ CHECKS = (
     Check("layers te dense", "four layers of Qwen3-8B with Transformer Engine",
           script("layers", "te-dense"), 120, needs=TRANSFORMER_ENGINE),
     Check("layers te moe", "four layers of Qwen3-30B-A3B with Transformer Engine",
-          script("layers", "te-moe"), 120, needs=TRANSFORMER_ENGINE),
+          script("layers", "te-moe"), 200, needs=TRANSFORMER_ENGINE),
     Check("layers fp8 dense", "four layers of Qwen3-8B, matrix products in float8 blocks",
           script("layers", "fp8-dense"), 120, needs=TRANSFORMER_ENGINE),
     Check("layers fp8 moe", "four layers of Qwen3-30B-A3B, matrix products in float8 blocks",
-          script("layers", "fp8-moe"), 120, needs=TRANSFORMER_ENGINE),
+          script("layers", "fp8-moe"), 200, needs=TRANSFORMER_ENGINE),
+    Check("calibrate", "rates of the card as the planner measures them", script("calibrate"), 60),
     Check("cpu offload", "Adam on the host takes the same steps, also after the engine was away",
           script("cpu_offload"), 60, is_timed=False),
     Check("log-prob head", "time and memory of the head against plain cross-entropy",

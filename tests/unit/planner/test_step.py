@@ -491,7 +491,6 @@ def test_seconds_of_a_gpu_are_those_between_its_events(monkeypatch: pytest.Monke
 
     monkeypatch.setattr("torch.cuda.Event", Event)
     monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
-    monkeypatch.setattr("mcore_rl.planner.calibrate._WARM_UP_S", 0.0)
     assert measure_seconds(run_kernel, "cuda", calls=3) == pytest.approx(0.004)
 
 
