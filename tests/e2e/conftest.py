@@ -190,6 +190,17 @@ def server(shared_server: Served) -> Any:
     return shared_server.server
 
 
+@pytest.fixture(autouse=True)
+def restore_model_type() -> Iterator[None]:
+    """Undo what vLLM does to transformers' class of DeepSeek-V3 when it serves a kimi_k2.
+
+    It gives the class that name (vllm/transformers_utils/config.py, _register_config_class).
+    """
+    yield
+    if module := sys.modules.get("transformers.models.deepseek_v3.configuration_deepseek_v3"):
+        module.DeepseekV3Config.model_type = "deepseek_v3"
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
     """Close the server with its lane: it has changed the environment of this process."""

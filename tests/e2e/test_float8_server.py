@@ -183,8 +183,11 @@ def test_a_server_of_kimi_k2_5_has_the_dequantised_experts_of_int4(tmp_path):
 
 @pytest.mark.nightly
 def test_two_workers_with_half_of_the_experts_each_have_the_dequantised_weights(folders):
-    command = [sys.executable, __file__, str(folders[0])]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    command = [sys.executable, "-m", __name__, str(folders[0])]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        command, cwd=root, capture_output=True, text=True, check=False, timeout=300
+    )
     assert done.returncode == 0, done.stderr
     check(TokenScores(**json.loads(done.stdout.splitlines()[-1])), folders[1])
 
