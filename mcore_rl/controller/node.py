@@ -31,10 +31,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.object_store import choose_object_store_bytes, count_cores
+from mcore_rl.controller.object_store import choose_object_store_bytes
 from mcore_rl.controller.process_cleanup import MARKER, clean_up_on_exit, get_short_temp_dir
 from mcore_rl.controller.ray_patches import HEALTH_CONFIG, RAY_CONFIG, skip_node_services
 from mcore_rl.controller.reaper import RAY_DIR, remove_abandoned
+from mcore_rl.parallel.host_limits import count_cores
 from mcore_rl.parallel.network import find_address
 
 NODE = "MCORE_RL_NODE"  # environment variable: the name of the node in messages

@@ -1,28 +1,23 @@
-"""The size of Ray's object store on a node, and the limits of the node. No Ray.
+"""The size of Ray's object store on a node, which is shared memory with the columns of batches.
 
-The store is shared memory, with the columns of batches. Limits are of affinity and of cgroups of
-version 2: that of the process, and those above it.
+No Ray.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import count_extra_groups, get_loop, get_staleness
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.parallel.host_limits import get_free_memory_bytes
 
 MIN_BYTES = 512 << 20
 SHARED_MEMORY = Path("/dev/shm")
 BYTES_PER_TOKEN = 96  # all columns that a sample gets in a step, without recorded experts
 GENERATED_BYTES_PER_TOKEN = 40  # the columns that a server makes
 _MAX_SHARE = 0.8  # of the free memory
-_CGROUPS = Path("/sys/fs/cgroup")
-_PROCESS_CGROUP = Path("/proc/self/cgroup")
 
 
 def estimate_sample_bytes(config: RLConfig) -> int:
@@ -82,42 +77,3 @@ def choose_object_store_bytes(
             f"memory.max of the cgroup leave here, {free_bytes}"
         )
     return requested
-
-
-def count_cores() -> int:
-    """Return the cores that this process may use: a whole number, and at least one."""
-    cores = float(len(os.sched_getaffinity(0)))
-    for group in _list_cgroups():
-        quota, _, period = _read_limit(group / "cpu.max").partition(" ")
-        if quota.isdigit():
-            cores = min(cores, int(quota) / int(period))
-    return max(1, int(cores))
-
-
-def get_free_memory_bytes() -> int:
-    """Return the bytes left until the first cgroup limit.
-
-    Pages of files that were read count as free: the kernel gives them back.
-    """
-    left = sys.maxsize
-    for group in _list_cgroups():
-        limit = _read_limit(group / "memory.max")
-        if limit.isdigit():
-            parts = dict(line.split() for line in _read_limit(group / "memory.stat").splitlines())
-            used = int(_read_limit(group / "memory.current") or 0)
-            left = min(left, int(limit) - used + int(parts.get("inactive_file", 0)))
-    return max(0, left)
-
-
-def _list_cgroups() -> Iterator[Path]:
-    """Yield the cgroup of this process, and those above it."""
-    for line in _read_limit(_PROCESS_CGROUP).splitlines():
-        if line.startswith("0::"):
-            group = _CGROUPS / line.removeprefix("0::").strip("/")
-            yield from (g for g in (group, *group.parents) if g.is_relative_to(_CGROUPS))
-
-
-def _read_limit(file: Path) -> str:
-    with contextlib.suppress(OSError):  # the root has no limits
-        return file.read_text().strip()
-    return ""

@@ -11,6 +11,7 @@ through all that this file says; examples/hf_engine.py is an example.
 from __future__ import annotations
 
 import importlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass
@@ -41,6 +42,8 @@ from mcore_rl.weight_sync.spec import ShardFormat
 LossFunction = Callable[[LossInputs], Losses]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
+# All storages are in the heap, of which no free part returns to the system by itself: mallopt(3).
+MALLOC_VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +377,7 @@ class Backend:
             the ranks ("cuda" or "cpu"), before any process starts. Raises ConfigError.
         check_model: The same with the model's config.json instead of the lane.
         rank_environment: Variables that the process of a rank must be started with, for a layout
-            and a lane.
+            and a lane, besides those of `build_rank_environment`.
         takes_images: Its language model reads the column `images` of batches
             (EngineSpec.images_folder). Without, data.images_column is refused.
         family: model.family where the settings name none: "transformers" for an engine that builds
@@ -393,6 +396,16 @@ class Backend:
     def shard_format(self) -> ShardFormat:
         """Return the format of the shards, the same in all of its engines."""
         return next(iter(self.engines.values())).shard_format
+
+    def build_rank_environment(self, layout: Layout, device: str) -> dict[str, str]:
+        """Return the variables to start the process of a rank on "cuda" or "cpu" with.
+
+        On a CPU, glibc takes all memory for a pass from what earlier passes have freed. A variable
+        that is already set keeps its value.
+        """
+        variables = MALLOC_VARIABLES if device == "cpu" else {}
+        unset = {name: value for name, value in variables.items() if name not in os.environ}
+        return unset | self.rank_environment(layout, device)
 
 
 def load_backend(engine: EngineConfig, key: str = "engine") -> Backend:

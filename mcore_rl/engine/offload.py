@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 import torch
 
-from mcore_rl.engine.base import Place
+from mcore_rl.engine.base import MALLOC_VARIABLES, Place
+from mcore_rl.parallel.host_limits import compute_memory_use
 
 _ALIGNMENT = 256  # bytes, of storages in the block of a mirror
+_MAX_CACHING_USE = 0.5  # share of the memory in use, up to which a process keeps what it frees
 
 
 class HostMirror:
@@ -110,11 +114,16 @@ def move_storages(
 ) -> None:
     """Move parts of an engine; leave what is already there.
 
+    On the CPU lane the device is the host: nothing moves.
+
     Args:
         list_tensors: The tensors of each part; those that are not on `device` stay.
         mirrors: Copies of each part; the same objects in every call.
-        device: Not the CPU.
     """
+    if device.type == "cpu":
+        if place == "host":
+            _return_freed_memory()
+        return
     for part in list_tensors.keys() & set(parts):
         if place == "device":
             mirrors[part].reload()
@@ -122,3 +131,16 @@ def move_storages(
             mirrors[part].offload(list_tensors[part](), device)
     if place == "host":  # return the memory that torch caches to other processes
         torch.get_device_module(device.type).empty_cache()
+
+
+def _return_freed_memory() -> None:
+    """Return the memory that glibc caches to other processes, or keep it where half is free.
+
+    The next pass has to touch returned pages anew, which takes up to a third of an update on a
+    virtual machine (docs/quickstart.md). A process with other variables of malloc returns it.
+    """
+    is_caching = MALLOC_VARIABLES.items() <= os.environ.items()
+    if is_caching and compute_memory_use() <= _MAX_CACHING_USE:
+        return
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)

@@ -197,7 +197,7 @@ def _warm_start(
 def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
     """Return whether the processes of one engine can run the other."""
     environments = [
-        load_backend(engine).rank_environment(engine.layout, detect_lane())
+        load_backend(engine).build_rank_environment(engine.layout, detect_lane())
         for engine in (first, second)
     ]
     has_same_size = first.layout.world_size == second.layout.world_size
@@ -461,7 +461,7 @@ def _start_engine(
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
-        env=load_backend(spec.engine).rank_environment(layout, detect_lane()),
+        env=load_backend(spec.engine).build_rank_environment(layout, detect_lane()),
         wait=wait,
     ) as group:
         yield group

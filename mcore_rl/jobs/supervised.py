@@ -296,7 +296,7 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
                 share=0.5 if is_shared else 1.0,
                 name=name,
                 threads_per_rank=config.engine.threads_per_rank,
-                env=load_backend(config.engine).rank_environment(layout, detect_lane()),
+                env=load_backend(config.engine).build_rank_environment(layout, detect_lane()),
             )
             stack.enter_context(group)
             for line in list_rank_nodes([group]):
@@ -313,7 +313,7 @@ def _get_reference_placement(config: TrainConfig) -> str:
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     """Join the ranks that torchrun started, with the variables that the backend needs."""
     layout = config.engine.layout
-    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
+    os.environ.update(load_backend(config.engine).build_rank_environment(layout, detect_lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_build_worker_args(config, name, total_steps))

@@ -452,9 +452,8 @@ class FSDPEngine(BaseEngine):
     def move(self, place: Place, parts: frozenset[str]) -> None:
         if "gradients" in parts and self.optimizer is not None:
             self.optimizer.zero_grad()
-        if self.device.type != "cpu":
-            tensors = {part: partial(self.list_tensors, part) for part in self._mirrors}
-            move_storages(tensors, place, parts, self._mirrors, self.device)
+        tensors = {part: partial(self.list_tensors, part) for part in self._mirrors}
+        move_storages(tensors, place, parts, self._mirrors, self.device)
 
     def list_tensors(self, part: str) -> list[torch.Tensor]:
         """Return this rank's shards of "parameters", with buffers, or of "optimizer state"."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,22 +41,18 @@ def move_parts(
         mirrors: Copies of parameters and optimizer state; the same objects in every call.
     """
     is_offload, has_gradients = place == "host", "gradients" in parts
-    # On the CPU lane the device is the host: memory is freed, and nothing needs to move.
-    has_device = get_device_type() != "cpu"
     if has_gradients and is_offload and optimizer is not None:
         optimizer.zero_grad()  # gradients outside of the buffers
     for buffer in _list_ddp_buffers(chunks):
         shift = buffer.offload_to_cpu if is_offload else buffer.reload_from_cpu
         shift(move_params=False, move_grads=has_gradients)
-    if has_device:
-        list_tensors = {
-            "parameters": lambda: _list_model_tensors(chunks),
-            "optimizer state": lambda: _list_optimizer_tensors(chunks, optimizer),
-        }
-        device = torch.device(torch.cuda.current_device())
-        move_storages(list_tensors, place, parts, mirrors, device)
-    elif is_offload and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
-        trim(0)  # glibc: return the memory that it caches to other processes
+    list_tensors = {
+        "parameters": lambda: _list_model_tensors(chunks),
+        "optimizer state": lambda: _list_optimizer_tensors(chunks, optimizer),
+    }
+    has_device = get_device_type() != "cpu"
+    device = torch.device(torch.cuda.current_device() if has_device else "cpu")
+    move_storages(list_tensors, place, parts, mirrors, device)
 
 
 def build_memory_report(

@@ -346,3 +346,17 @@ def test_an_engine_of_a_user_may_take_images(tmp_path):
     check_engine_settings(
         "actor", EngineConfig(backend="fsdp"), "language_model", "cpu", images_column="i"
     )
+
+
+def test_ranks_on_cpus_keep_freed_memory_whatever_their_engine_and_variables_of_a_user_stay(
+    path, monkeypatch
+):
+    for backend in (f"{path}:BACKEND", "megatron"):
+        loaded = load_backend(EngineConfig(backend=backend))
+        assert loaded.build_rank_environment(Layout(), "cuda") == {}
+        assert loaded.build_rank_environment(Layout(), "cpu") == {
+            "MALLOC_MMAP_MAX_": "0",
+            "MALLOC_TRIM_THRESHOLD_": "1099511627776",
+        }
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "9")
+    assert "MALLOC_MMAP_MAX_" not in loaded.build_rank_environment(Layout(), "cpu")

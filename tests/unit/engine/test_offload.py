@@ -1,8 +1,11 @@
 """Storages freed and made again: every view has its values, and what was elsewhere stays there."""
 
+import psutil
 import pytest
 import torch
 
+from mcore_rl.engine import offload
+from mcore_rl.engine.base import MALLOC_VARIABLES
 from mcore_rl.engine.megatron.offload import move_parts
 from mcore_rl.engine.offload import HostMirror
 
@@ -52,3 +55,27 @@ def test_on_the_cpu_lane_parameters_stay_where_they_are():
     before = model.weight.data_ptr()
     move_parts([model], None, "host", ["parameters", "optimizer state", "gradients"], {})
     assert model.weight.data_ptr() == before
+
+
+@pytest.mark.parametrize(
+    ("use", "variables", "is_returned"),
+    [
+        (0.5, MALLOC_VARIABLES, False),
+        (0.51, MALLOC_VARIABLES, True),
+        (0.5, MALLOC_VARIABLES | {"MALLOC_TRIM_THRESHOLD_": "131072"}, True),
+        (0.5, {}, True),
+    ],
+)
+def test_on_the_cpu_lane_ranks_return_freed_memory_unless_half_is_free(
+    monkeypatch, use, variables, is_returned
+):
+    monkeypatch.setattr(offload, "compute_memory_use", lambda: use)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    process = psutil.Process()
+    tensors = [torch.ones(16_384) for _ in range(2_000)]
+    before = process.memory_info().rss
+    del tensors[1::2]  # 66 MB in pieces of the heap, which glibc alone does not return
+    offload.move_storages({}, "host", (), {}, CPU)
+    returned = before - process.memory_info().rss
+    assert returned > 50_000_000 if is_returned else returned < 5_000_000
