@@ -134,7 +134,7 @@ def move_storages(
 
 
 def _return_freed_memory() -> None:
-    """Return the memory that glibc caches to other processes, or keep it where half is free.
+    """Return the memory that glibc caches to other processes, unless half of the memory is free.
 
     The next pass has to touch returned pages anew, which takes up to a third of an update on a
     virtual machine (docs/quickstart.md). A process with other variables of malloc returns it.

@@ -313,7 +313,7 @@ def _get_reference_placement(config: TrainConfig) -> str:
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     """Join the ranks that torchrun started, with the variables that the backend needs."""
     layout = config.engine.layout
-    os.environ.update(load_backend(config.engine).build_rank_environment(layout, detect_lane()))
+    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_build_worker_args(config, name, total_steps))

@@ -37,6 +37,7 @@ _EXPIRE_S = 0.05  # deadlines within this time are handled together
 _IDLE_S = 3600.0  # select takes at most an int of milliseconds
 _GRACE_S = 10.0  # for the server's answer, beyond the requested wait
 _RETRY_S = 0.05  # of a client, when the server has too many strangers
+_HANDSHAKE_TRY_S = 20.0  # of a client, until it connects again
 _NO_RANK = -1
 _LOCAL_RETRY_S, _LOCAL_MAX_BYTES = 0.1, 4096  # of fetch_endpoint
 _HOST, _PORT, _TOKEN = "RENDEZVOUS_HOST", "RENDEZVOUS_PORT", "RENDEZVOUS_TOKEN"
@@ -119,7 +120,7 @@ class RendezvousServer:
         """Listen on an address and a free port; raise ConfigError if that is not possible."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self._listener = socket.create_server((address, 0), family=family, backlog=1024)
+            self._listener = socket.create_server((address, 0), family=family, backlog=4096)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {address!r} ({error.strerror}); allowed: an address of this "
@@ -461,22 +462,28 @@ class RendezvousClient:
         return values
 
     def _connect(self, deadline: float) -> socket.socket:
-        """Connect, and again if the server disconnects: it has a limited number of strangers."""
+        """Connect, and again if the server disconnects: it has a limited number of strangers.
+
+        And if it says nothing: when thousands of ranks connect at once, the server's kernel answers
+        with SYN cookies, and loses connections that are open for their clients while the backlog is
+        full (net/ipv4/tcp_ipv4.c, tcp_v4_syn_recv_sock).
+        """
         address = (self._endpoint.host, self._endpoint.port)
         while True:
             try:
                 sock = socket.create_connection(address, max(0.001, deadline - time.monotonic()))
             except OSError as error:
                 raise self._build_connection_error(error) from error
+            try_deadline = min(deadline, time.monotonic() + _HANDSHAKE_TRY_S)
             try:
-                network.prove_token(sock, self._endpoint.token, deadline)
+                network.prove_token(sock, self._endpoint.token, try_deadline)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            except ConnectionError:
-                sock.close()
-                time.sleep(_RETRY_S)
             except OSError as error:
                 sock.close()
-                raise self._build_connection_error(error) from error
+                is_lost = isinstance(error, (ConnectionError, TimeoutError))
+                if not is_lost or time.monotonic() >= deadline:
+                    raise self._build_connection_error(error) from error
+                time.sleep(_RETRY_S)
             else:
                 return sock
 

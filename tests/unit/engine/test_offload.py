@@ -73,9 +73,12 @@ def test_on_the_cpu_lane_ranks_return_freed_memory_unless_half_is_free(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     process = psutil.Process()
-    tensors = [torch.ones(16_384) for _ in range(2_000)]
+    tensors = [torch.ones(16_384) for _ in range(1_000)]
     before = process.memory_info().rss
-    del tensors[1::2]  # 66 MB in pieces of the heap, which glibc alone does not return
+    del tensors[1::2]  # 33 MB in pieces of the heap, which glibc alone does not return
     offload.move_storages({}, "host", (), {}, CPU)
     returned = before - process.memory_info().rss
-    assert returned > 50_000_000 if is_returned else returned < 5_000_000
+    tensors.clear()
+    monkeypatch.setattr(offload, "compute_memory_use", lambda: 1.0)
+    offload.move_storages({}, "host", (), {}, CPU)  # leave nothing to tests of memory
+    assert returned > 25_000_000 if is_returned else returned < 5_000_000

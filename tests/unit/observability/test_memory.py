@@ -1,3 +1,4 @@
+import gc
 import subprocess
 import sys
 import time
@@ -81,6 +82,7 @@ def test_what_its_thread_takes_is_bounded_and_growth_between_counts(monkeypatch)
         return psutil.Process(process.pid).memory_info().rss
 
     monkeypatch.setattr("mcore_rl.observability.memory.get_process_memory_bytes", slow)
+    gc.collect()  # what earlier tests have left shall not be freed meanwhile
     with PeakMemory(interval_s=0.02, share=1e-6) as memory:
         start = memory.peak_bytes
         block = bytearray(b"x") * (100 * MB)

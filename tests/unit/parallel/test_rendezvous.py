@@ -133,6 +133,30 @@ def test_many_ranks_count_right(server):
     assert RendezvousStore(server.endpoint, 0, 16, 20.0).get("total") == b"6000"
 
 
+def test_a_rank_whose_connection_is_lost_connects_again(server, monkeypatch):
+    accept, lost = server._accept, []
+
+    def lose_one() -> None:  # as the kernel does with SYN cookies and a full backlog
+        if lost:
+            return accept()
+        lost.append(server._listener.accept()[0])
+
+    monkeypatch.setattr(server, "_accept", lose_one)
+    monkeypatch.setattr("mcore_rl.parallel.rendezvous._HANDSHAKE_TRY_S", 0.3)
+    client = RendezvousStore(server.endpoint, 0, 1, 20.0)
+    assert client.add("calls", 1) == 1 and len(lost) == 1
+    client.close()
+    lost.pop().close()
+
+
+def test_a_silent_server_is_reported_at_the_time_limit():
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        host, port = silent.getsockname()
+        endpoint = RendezvousEndpoint(host, port, "token")
+        with pytest.raises(c10d.DistNetworkError, match=r"rank 1 of 2: .* timed out"):
+            RendezvousStore(endpoint, 1, 2, 0.5)
+
+
 def test_a_value_may_be_large_and_has_a_limit(rank_0):
     large = bytes(range(256)) * (1 << 14)
     rank_0.set("large", large)
