@@ -42,7 +42,7 @@ from mcore_rl.weight_sync.spec import ShardFormat
 LossFunction = Callable[[LossInputs], Losses]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
-# All storages are in the heap, of which no free part returns to the system by itself: mallopt(3).
+# Of glibc, mallopt(3): all allocations are in the heap, which only `to("host")` trims.
 MALLOC_VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 
 
@@ -377,7 +377,7 @@ class Backend:
             the ranks ("cuda" or "cpu"), before any process starts. Raises ConfigError.
         check_model: The same with the model's config.json instead of the lane.
         rank_environment: Variables that the process of a rank must be started with, for a layout
-            and a lane, besides those of `build_rank_environment`.
+            and a lane, besides those that `build_rank_environment` adds.
         takes_images: Its language model reads the column `images` of batches
             (EngineSpec.images_folder). Without, data.images_column is refused.
         family: model.family where the settings name none: "transformers" for an engine that builds
