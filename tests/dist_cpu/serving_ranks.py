@@ -198,7 +198,7 @@ class _Rank:
             weight_transfer_config=WeightTransferConfig(backend=vllm_worker.BACKEND),
             **vllm_worker.build_cache_arguments(str(path)),
             **RequestImages(str(path), "").build_arguments(1),
-            **vllm_drafts.build_draft_arguments(order.num_drafts, None),
+            **vllm_drafts.build_draft_arguments(order.num_drafts, arguments),
             **arguments,
         )
         _SERVERS.append(server)

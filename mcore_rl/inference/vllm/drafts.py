@@ -8,7 +8,7 @@ those of vLLM 0.32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,22 +19,23 @@ from mcore_rl.inference.protocol import DraftCounts
 from mcore_rl.models.vllm_parts import DRAFT
 
 
-def build_draft_arguments(num_tokens: int, moe_backend: str | None) -> dict[str, Any]:
+def build_draft_arguments(num_tokens: int, engine_arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return vLLM's engine arguments for drafts of `num_tokens`; patch its sampler on a CPU.
 
     Args:
-        moe_backend: Backend of the served model, which vLLM's draft model does not inherit
-            (config/speculative.py, _DRAFT_VLLM_CONFIG_OVERRIDES).
+        engine_arguments: Those of the served model. vLLM's draft model does not inherit the
+            backends among them (config/speculative.py, _DRAFT_VLLM_CONFIG_OVERRIDES).
     """
     if not num_tokens:
         return {}
-    speculative = {"method": "mtp", "num_speculative_tokens": num_tokens}
+    speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_tokens}
     if current_platform.is_cpu():
         from mcore_rl.inference.vllm import cpu_patches
 
         cpu_patches.repeat_sampling_parameters()  # in this process, which forks the others
+        speculative["attention_backend"] = engine_arguments["attention_backend"]
     else:
-        speculative["moe_backend"] = moe_backend
+        speculative["moe_backend"] = engine_arguments.get("moe_backend")
     return {"speculative_config": speculative}
 
 

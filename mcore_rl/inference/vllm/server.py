@@ -286,9 +286,7 @@ class VLLMServer(GenerationServer):
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
             **lane,
-            **vllm_drafts.build_draft_arguments(
-                self._config.speculative.num_tokens, (lane | passed).get("moe_backend")
-            ),
+            **vllm_drafts.build_draft_arguments(self._config.speculative.num_tokens, lane | passed),
             **vllm_worker.build_cache_arguments(self._model_path),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),

@@ -65,7 +65,10 @@ def test_the_rules_are_what_vllms_loader_puts_into_its_model(vllm_worker, name, 
     )  # fmt: skip
     model = transformers.AutoModelForCausalLM.from_config(config).bfloat16()
     model.save_pretrained(tmp_path)
-    arguments = EngineArgs(str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16")
+    arguments = EngineArgs(
+        str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16",
+        attention_backend="CPU_MLA",  # also on a CPU with AMX
+    )  # fmt: skip
     with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
         served = initialize_model(arguments.create_engine_config())
     traced = {parameter.name: parameter for parameter in trace_loader(served, str(tmp_path))}

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.config.schema import RolloutConfig, SpeculativeConfig
 
 if TYPE_CHECKING:  # importing vLLM takes seconds, and every worker of a test run collects this
     from vllm.config import VllmConfig
@@ -76,15 +76,23 @@ GPU_GIB = {  # memory by name
 }
 
 
-def build_config(folder: Path, rollout: RolloutConfig, max_tokens: int = 4096) -> VllmConfig:
+QWEN3 = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 32}
+DEEPSEEK_WITH_PREDICTION_LAYER = {
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"],
+    "kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+def build_config(
+    folder: Path, rollout: RolloutConfig, max_tokens: int = 4096, model: dict[str, Any] = QWEN3
+) -> VllmConfig:
     """Return vLLM's config of a server of a small model."""
     from mcore_rl.inference.vllm.server import VLLMServer
 
-    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 32}
+    shape = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 128}
-    family = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
     length = {"max_position_embeddings": max_tokens}
-    (folder / "config.json").write_text(json.dumps(family | shape | heads | length))
+    (folder / "config.json").write_text(json.dumps(model | shape | heads | length))
     server = VLLMServer(str(folder), "float32", max_tokens, rollout, seed=0)
     return server.build_engine_config()[0]
 
@@ -118,6 +126,18 @@ def test_batch_limits_on_a_gpu_are_those_of_vllm_serve_unless_set(monkeypatch, t
     settings = RolloutConfig(max_num_seqs=8, max_num_batched_tokens=512)
     assert read_batch_limits(tmp_path, settings) == (8, 512)
     assert read_batch_limits(tmp_path, RolloutConfig(max_num_seqs=300)) == (300, expected[1])
+
+
+def test_latent_attention_has_the_same_kernels_on_a_cpu_with_amx(monkeypatch, tmp_path):
+    from vllm.platforms.cpu import CpuPlatform
+
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    rollout = RolloutConfig(speculative=SpeculativeConfig(num_tokens=2))
+    config = build_config(tmp_path, rollout, model=DEEPSEEK_WITH_PREDICTION_LAYER)
+    selector = SimpleNamespace(use_mla=True, use_sparse=False)
+    for part in (config.attention_config.backend, config.speculative_config.attention_backend):
+        assert CpuPlatform.get_attn_backend_cls(part, selector).endswith(".CPUMLABackend")
 
 
 @pytest.mark.parametrize(
