@@ -37,7 +37,7 @@ _EXPIRE_S = 0.05  # deadlines within this time are handled together
 _IDLE_S = 3600.0  # select takes at most an int of milliseconds
 _GRACE_S = 10.0  # for the server's answer, beyond the requested wait
 _RETRY_S = 0.05  # of a client, when the server has too many strangers
-_HANDSHAKE_TRY_S = 20.0  # of a client, until it connects again
+_HANDSHAKE_TRY_S = 20.0  # of a client, for the server's answer, until it connects again
 _NO_RANK = -1
 _LOCAL_RETRY_S, _LOCAL_MAX_BYTES = 0.1, 4096  # of fetch_endpoint
 _HOST, _PORT, _TOKEN = "RENDEZVOUS_HOST", "RENDEZVOUS_PORT", "RENDEZVOUS_TOKEN"
@@ -462,11 +462,12 @@ class RendezvousClient:
         return values
 
     def _connect(self, deadline: float) -> socket.socket:
-        """Connect, and again if the server disconnects: it has a limited number of strangers.
+        """Authenticate to the server; connect again while it disconnects or is silent.
 
-        And if it says nothing: when thousands of ranks connect at once, the server's kernel answers
-        with SYN cookies, and loses connections that are open for their clients while the backlog is
-        full (net/ipv4/tcp_ipv4.c, tcp_v4_syn_recv_sock).
+        It disconnects clients while it has too many that have not authenticated. It is silent if
+        its kernel has lost the connection: when thousands of ranks connect at once, SYN cookies are
+        sent, and connections that their clients believe open are dropped while the backlog is full
+        (net/ipv4/tcp_ipv4.c, tcp_v4_syn_recv_sock).
         """
         address = (self._endpoint.host, self._endpoint.port)
         while True:

@@ -222,7 +222,7 @@ def _cast_parameters(model: Any, dtype: torch.dtype) -> None:
 def _check_within_noise(scores: TokenScores, model: Any, prompt: list[int]) -> None:
     """Check the mean gap: 0.6 to 1.1 times transformers' for 4 seeds, of 100 to 200 tokens.
 
-    Without AVX512_BF16 vLLM's kernels truncate to bfloat16 (csrc/cpu/cpu_types_x86.hpp).
+    Without AVX512_BF16 vLLM's kernels truncate to bfloat16 (csrc/cpu/cpu_types_x86.hpp): up to 2.1.
     """
     limit = 1.2 if torch.cpu._is_avx512_bf16_supported() else 2.5
     chosen = torch.tensor(scores.token_ids)[:, None]

@@ -67,7 +67,7 @@ def test_the_rules_are_what_vllms_loader_puts_into_its_model(vllm_worker, name, 
     model.save_pretrained(tmp_path)
     arguments = EngineArgs(
         str(tmp_path), skip_tokenizer_init=True, dtype="bfloat16",
-        attention_backend="CPU_MLA",  # also on a CPU with AMX
+        attention_backend="CPU_MLA",  # AMX_MLA takes no arguments of sparse attention
     )  # fmt: skip
     with set_default_torch_dtype(torch.bfloat16), torch.device("meta"):
         served = initialize_model(arguments.create_engine_config())

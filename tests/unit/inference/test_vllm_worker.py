@@ -136,8 +136,9 @@ def test_latent_attention_has_the_same_kernels_on_a_cpu_with_amx(monkeypatch, tm
     rollout = RolloutConfig(speculative=SpeculativeConfig(num_tokens=2))
     config = build_config(tmp_path, rollout, model=DEEPSEEK_WITH_PREDICTION_LAYER)
     selector = SimpleNamespace(use_mla=True, use_sparse=False)
-    for part in (config.attention_config.backend, config.speculative_config.attention_backend):
-        assert CpuPlatform.get_attn_backend_cls(part, selector).endswith(".CPUMLABackend")
+    served, draft = config.attention_config.backend, config.speculative_config.attention_backend
+    for backend in (served, draft):
+        assert CpuPlatform.get_attn_backend_cls(backend, selector).endswith(".CPUMLABackend")
 
 
 @pytest.mark.parametrize(
