@@ -39,7 +39,7 @@ def write_inputs(quickstart: Path, shape: Shape, folder: Path) -> dict[str, Any]
     """Write the checkpoint and the prompts of a shape under `folder`; return their paths."""
     checkpoint, data = folder / "checkpoint", folder / "train.parquet"
     shutil.copytree(quickstart / "warm_start", checkpoint)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     tokenizer.add_special_tokens({"eos_token": NEVER})
     tokenizer.save_pretrained(checkpoint)
     if shape.has_dense_model:

@@ -80,7 +80,8 @@ def start_engine(folder: Path, hidden: int, layers: int, threads: int) -> Any:
         max_position_embeddings=8192,
         tie_word_embeddings=False,
     )
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model.save_pretrained(folder)
     os.environ |= RendezvousServer("127.0.0.1").endpoint.to_environment()
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     settings = EngineConfig(max_tokens_per_micro_batch=1 << 30, threads_per_rank=threads)

@@ -92,7 +92,8 @@ def _make_model(path: Path, hidden: int, layers: int) -> Path:
         tie_word_embeddings=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(path)
+    model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    model.float().save_pretrained(path)
     return path
 
 

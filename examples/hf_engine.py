@@ -55,7 +55,10 @@ class HFEngine(BaseEngine):
         reader = CheckpointReader(self.spec.model.path)
         self.hf_config, self.names = reader.read_config(), reader.get_shapes().keys()
         self.model = AutoModelForCausalLM.from_pretrained(
-            self.spec.model.path, dtype=torch.float32, local_files_only=True
+            self.spec.model.path,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
         ).to(self.device)
         self.parameters = list(self.model.parameters())
         config = self.spec.engine.optimizer

@@ -123,24 +123,31 @@ class HFServer(GenerationServer):
             if reads_weights:
                 await asyncio.to_thread(self._load_model, self.spec.model_path, None)
             else:
-                config = AutoConfig.from_pretrained(self.spec.model_path)
+                config = self._read_config()
                 with torch.device("meta"):
-                    self._model_class = type(self._model_class.from_config(config))
+                    self._model_class = type(
+                        self._model_class.from_config(config, trust_remote_code=False)
+                    )
                 self._may_generate.hold("weights")
             self._scheduler = asyncio.create_task(self._run_batches())
 
     def _load_model(self, path: str | None, tensors: dict[str, torch.Tensor] | None) -> None:
         """Load weights from a folder, or out of tensors with the names of a checkpoint."""
         self._model = None
-        config = AutoConfig.from_pretrained(self.spec.model_path)
         options = {
-            "config": config,
+            "config": self._read_config(),
             "dtype": getattr(torch, self.spec.dtype),
             "state_dict": tensors,
         }
-        self._model = self._model_class.from_pretrained(path, **options).to(self._device).eval()
-        self._model_class = type(self._model)
+        model = self._model_class.from_pretrained(path, trust_remote_code=False, **options)
+        self._model = model.to(self._device).eval()
+        self._model_class = type(model)
         self._model.generation_config = GenerationConfig()  # sampling comes from requests alone
+
+    def _read_config(self) -> Any:
+        return AutoConfig.from_pretrained(
+            self.spec.model_path, local_files_only=True, trust_remote_code=False
+        )
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""

@@ -51,16 +51,9 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     """
     import torch
     import transformers
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
-    if _get_model_type(hf_config) not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"config.json: model_type={model_type!r} is not in transformers "
-            f"{transformers.__version__}; allowed: one that is, without code of its own"
-        )
-    config = _build_config(hf_config)
-    options = {"attn_implementation": "eager", "trust_remote_code": False, **options}
+    architectures, config = hf_config.get("architectures"), _build_config(hf_config)
+    options = {"attn_implementation": "eager", **options}
     suffix = get_value_head_suffix(hf_config) or CAUSAL
     if has_images(hf_config):
         suffix = "ForImageTextToText" if suffix == CAUSAL else suffix
@@ -69,7 +62,9 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     auto_class = getattr(transformers, f"AutoModel{suffix}")
     try:
         with torch.device("meta"):
-            return auto_class.from_config(config, dtype=torch.float32, **options)
+            return auto_class.from_config(
+                config, dtype=torch.float32, trust_remote_code=False, **options
+            )
     except (ValueError, KeyError) as error:
         raise ConfigError(
             f"config.json: architectures={architectures}: transformers {transformers.__version__} "
@@ -78,28 +73,36 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
 
 
 def load_transformers_config(path: str | Path) -> Any:
-    """Return transformers' config of a checkpoint folder, also of a model_type that is an alias."""
-    from transformers import AutoConfig
+    """Return transformers' config of a checkpoint folder, also of a model_type that is an alias.
+
+    Raises:
+        ConfigError: The installed transformers has no such model.
+    """
+    name, config_class = _get_config_class(read_json_object(Path(path, "config.json")))
+    return config_class.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False, model_type=name
+    )
+
+
+def _get_config_class(hf_config: HFConfig) -> tuple[str, Any]:
+    """Return the model_type by which transformers has a model, and its class of configs."""
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    name = _get_model_type(read_json_object(Path(path, "config.json")))
+    model_type = str(hf_config.get("model_type"))
+    name = _ALIASES.get(model_type, model_type)
     if name not in CONFIG_MAPPING:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
-    return CONFIG_MAPPING[name].from_pretrained(path, local_files_only=True, model_type=name)
-
-
-def _get_model_type(hf_config: HFConfig) -> str:
-    """Return the model_type by which transformers has a model."""
-    name = str(hf_config.get("model_type"))
-    return _ALIASES.get(name, name)
+        raise ConfigError(
+            f"config.json: model_type={model_type!r} is not in transformers "
+            f"{transformers.__version__}; allowed: one that is, without code of its own"
+        )
+    return name, CONFIG_MAPPING[name]
 
 
 def _build_config(hf_config: HFConfig) -> Any:
     """Return transformers' config of a config.json."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-    name = _get_model_type(hf_config)
-    config_class, fields = CONFIG_MAPPING[name], {**_select_fields(hf_config), "model_type": name}
+    name, config_class = _get_config_class(hf_config)
+    fields = {**_select_fields(hf_config), "model_type": name}
     if "text_config" in fields:  # what stands beside it are copies of its fields
         names = {field.name for field in dataclasses.fields(config_class)}
         fields = {name: value for name, value in fields.items() if name in names}

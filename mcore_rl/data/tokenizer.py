@@ -78,7 +78,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     limit_chat_templates()
     try:
         tokenizer: PreTrainedTokenizerBase = transformers.AutoTokenizer.from_pretrained(
-            path, local_files_only=True
+            path, local_files_only=True, trust_remote_code=False
         )
     except (KeyboardInterrupt, SystemExit):
         raise

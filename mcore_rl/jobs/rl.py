@@ -607,9 +607,9 @@ def _record_example(inputs: Inputs, output: RunOutput) -> None:
     logging.disable_progress_bar()
     first, images = next(iter(inputs.tests.values()))[0], inputs.images
     prompt_ids, options = torch.tensor([first.prompt_ids]), {}
-    load = transformers.AutoModelForCausalLM.from_pretrained
+    auto_class = transformers.AutoModelForCausalLM
     if images is not None:
-        load = transformers.AutoModelForImageTextToText.from_pretrained
+        auto_class = transformers.AutoModelForImageTextToText
     if images is not None and first.images:
         files = map(images.store.read, first.images)
         pixels, grids = zip(*map(images.tokens.compute_pixels, files), strict=True)
@@ -619,7 +619,12 @@ def _record_example(inputs: Inputs, output: RunOutput) -> None:
             "mm_token_type_ids": (prompt_ids == images.tokens.token_id).int(),
         }
     path = output.folder / CHECKPOINT
-    model = load(path, config=load_transformers_config(path), local_files_only=True)
+    model = auto_class.from_pretrained(
+        path,
+        config=load_transformers_config(path),
+        local_files_only=True,
+        trust_remote_code=False,
+    )
     ids = model.generate(prompt_ids, do_sample=False, max_new_tokens=64, **options)[0].tolist()
     output.results["example"] = {
         "prompt": inputs.tokenizer.decode(first.prompt_ids),

@@ -188,7 +188,7 @@ class _Reference:
         from transformers import AutoModelForCausalLM
 
         self._model = AutoModelForCausalLM.from_pretrained(
-            model_path, dtype=torch.float32, local_files_only=True
+            model_path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
         )
 
     def score(self, batch: Batch, temperature: float) -> dict[str, list[torch.Tensor]]:

@@ -94,7 +94,7 @@ def save_random_checkpoint(config: PretrainedConfig, path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(config).float()
+    model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False).float()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

@@ -178,7 +178,9 @@ class ServerChecks:
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+            model = AutoModelForCausalLM.from_pretrained(
+                path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
             self.references[path] = model.eval()
         return self.references[path]
 

@@ -184,6 +184,7 @@ def _load_model(path: str, dtype: str) -> Any:
         config=load_transformers_config(path),
         dtype=getattr(torch, dtype),
         local_files_only=True,
+        trust_remote_code=False,
     )
     return model.to(detect_device().type).eval()
 

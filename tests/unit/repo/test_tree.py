@@ -170,3 +170,29 @@ def test_only_registries_compare_the_name_of_a_backend() -> None:
         for line in list_backend_comparisons(path.read_text())
     ]
     assert comparisons == []
+
+
+def test_every_load_by_transformers_refuses_code_of_the_folder() -> None:
+    """Without the flag transformers asks on standard input, where `yes |` answers."""
+    loads = {"from_pretrained", "from_config"}
+    missing = []
+    for source in ("mcore_rl", "benchmarks", "examples", "models"):
+        for path in sorted((ROOT / source).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            refusing = {
+                call.func
+                for call in ast.walk(tree)
+                if isinstance(call, ast.Call)
+                and any(
+                    keyword.arg == "trust_remote_code"
+                    and isinstance(keyword.value, ast.Constant)
+                    and keyword.value.value is False
+                    for keyword in call.keywords
+                )
+            }
+            missing += [
+                f"{path.relative_to(ROOT)}:{node.lineno}"
+                for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and node.attr in loads and node not in refusing
+            ]
+    assert missing == []
