@@ -6,6 +6,8 @@
 
 The reference is transformers in float32. Weights come from checkpoints and, for a server that takes
 them over a transport, from a training rank in this process.
+
+Long because: its parts are the rules of one contract, in the order of a server's life.
 """
 
 from __future__ import annotations
@@ -178,10 +180,9 @@ class ServerChecks:
             from transformers.utils import logging
 
             logging.disable_progress_bar()
-            model = AutoModelForCausalLM.from_pretrained(
+            self.references[path] = AutoModelForCausalLM.from_pretrained(
                 path, dtype=torch.float32, local_files_only=True, trust_remote_code=False
-            )
-            self.references[path] = model.eval()
+            ).eval()
         return self.references[path]
 
     @torch.no_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import io
 import json
 import re
 import shutil
@@ -698,47 +697,3 @@ def test_what_stacked_experts_with_biases_do_not_take_is_refused(
     cache = "rollout.kv_cache_bytes=1073741824"
     status, _, err = dry_run(monkeypatch, capfd, *files, cache, *settings)
     assert (status, message in err) == (2 if message else 0, True), err
-
-
-CODE = """\
-from pathlib import Path
-Path({ran!r}).touch()
-from transformers import PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeForCausalLM
-class Config(PretrainedConfig):
-    model_type = "unheard_of"
-Model, Tokenizer = Qwen3MoeForCausalLM, PreTrainedTokenizerFast
-"""
-
-
-@pytest.mark.parametrize(
-    "command",
-    [
-        ["rl", *SETTINGS, "--dry-run"],
-        ["rl", *SETTINGS, "actor.backend=fsdp", "actor.layout.tp=1", "--dry-run"],
-        ["sft", "model.path=model", "data.train_file=warm_start.parquet", "--dry-run"],
-        ["chat", "model"],
-        ["convert", "hf-to-mcore", "--model=model", "--output=out", "--layout=tp=1"],
-        ["verify", "parity", "--model=model", "--layout=tp=1", "--against=hf"],
-    ],
-    ids=lambda command: " ".join(part for part in command if "=" not in part or "fsdp" in part),
-)
-def test_code_in_a_model_folder_never_runs(place, monkeypatch, capfd, command):
-    """Also when standard input answers every question with yes."""
-    model, ran = Path("model"), Path("ran").absolute()
-    (model / "code.py").write_text(CODE.format(ran=str(ran)))
-    classes = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
-    tokenizer = {"AutoTokenizer": [None, "code.Tokenizer"]}
-    for name, added in (
-        ("config.json", {"model_type": "unheard_of", "auto_map": classes}),
-        ("tokenizer_config.json", {"tokenizer_class": "Unheard", "auto_map": tokenizer}),
-    ):
-        content = json.loads((model / name).read_text())
-        (model / name).write_text(json.dumps({**content, **added}))
-    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n" * 100))
-    monkeypatch.setattr(sys, "argv", ["mcore-rl", *command])
-    # Converting needs no class of transformers: Megatron's model comes from `architectures`.
-    assert main() == (0 if "convert" in command else 2)
-    assert not ran.exists()
-    printed = capfd.readouterr()
-    assert "wish to run" not in printed.out
-    assert printed.err.count("\n") == 1 or "convert" in command
