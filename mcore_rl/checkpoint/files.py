@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from isal import isal_zlib
 
+from mcore_rl.config.atomic_file import create_file, get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -112,9 +113,9 @@ def open_atomic(path: Path, num_bytes: int = 0) -> Iterator[int]:
     Raises:
         OSError: It cannot be written; names `path`.
     """
-    partial_path = path.with_name(f".{path.name}.partial")
+    partial_path = get_partial_path(path)
     try:
-        with partial_path.open("w+b", buffering=0) as file:
+        with open(create_file(partial_path), "w+b", buffering=0) as file:
             if num_bytes:
                 os.posix_fallocate(file.fileno(), 0, num_bytes)
             yield file.fileno()

@@ -29,6 +29,7 @@ from mcore_rl.checkpoint.hf import (
     read_stacks,
 )
 from mcore_rl.checkpoint.stacks import stack_experts
+from mcore_rl.config.atomic_file import create_folder, get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.models.base import get_frozen_prefixes, is_transposed
@@ -245,9 +246,8 @@ def atomic_dir(path: Path) -> Iterator[Path]:
     """
     if path.exists():
         raise ConfigError(f"output folder {path} already exists; name one that does not")
-    partial_path = path.with_name(f".{path.name}.partial")
-    shutil.rmtree(partial_path, ignore_errors=True)  # what a killed run left
-    partial_path.mkdir(parents=True)
+    partial_path = get_partial_path(path)
+    create_folder(partial_path)
     try:
         yield partial_path
         partial_path.rename(path)

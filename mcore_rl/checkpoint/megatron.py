@@ -39,6 +39,7 @@ from mcore_rl.checkpoint.files import (
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.checkpoint.torch_dist import DistFile, DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
+from mcore_rl.config.atomic_file import create_folder, get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.rules import Box
 
@@ -85,7 +86,7 @@ class DistSave:
         if path.exists():
             raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
         self._path, self._facts = path, facts
-        self._partial_path = path.with_name(f".{path.name}.partial")
+        self._partial_path = get_partial_path(path)
         self._reason = ""  # of a failure to write on this rank
         self._records: list[Record] = []  # written by this rank
         self._files: dict[str, Checksum] = {}
@@ -136,8 +137,7 @@ class DistSave:
     def _create_folder(self) -> str:
         """Create the temporary folder; return the reason of a failure, or an empty string."""
         try:
-            shutil.rmtree(self._partial_path, ignore_errors=True)  # of a killed run
-            self._partial_path.mkdir(parents=True)
+            create_folder(self._partial_path)
         except OSError as error:
             return str(error)
         return ""

@@ -33,6 +33,7 @@ from mcore_rl.checkpoint.files import (
     compute_checksums,
     publish_folder,
 )
+from mcore_rl.config.atomic_file import create_folder
 from mcore_rl.config.checks import shorten
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -236,8 +237,7 @@ class RunCheckpoints:
     def begin(self, step: int) -> Path:
         """Create a temporary folder; engines save into `ACTOR` and `CRITIC` in it."""
         partial_path = self._get_temporary(step)
-        shutil.rmtree(partial_path, ignore_errors=True)  # of a killed run
-        partial_path.mkdir(parents=True)
+        create_folder(partial_path)
         return partial_path
 
     def publish(self, step: int, state: Mapping[str, Any]) -> Path:

@@ -26,6 +26,7 @@ from mcore_rl.checkpoint.files import (
     read_checkpoint_info,
     write_checkpoint_info,
 )
+from mcore_rl.config.atomic_file import create_folder, get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.reshard.layout import Holders, ShardedRanks
 from mcore_rl.reshard.rules import Shard, StackedRows, Weight
@@ -56,12 +57,8 @@ def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]
     """
     if path.exists():
         raise ConfigError(f"checkpoint folder {path} already exists; name one that does not")
-    rank, partial_path = dist.get_rank(), path.with_name(f".{path.name}.partial")
+    rank, partial_path = dist.get_rank(), get_partial_path(path)
     files: dict[str, Checksum] = {}
-
-    def create_folder() -> None:
-        shutil.rmtree(partial_path, ignore_errors=True)  # of a killed run
-        partial_path.mkdir(parents=True)
 
     def write() -> None:
         if rank < ranks.num_shards:
@@ -71,7 +68,7 @@ def save(path: Path, state: State, ranks: ShardedRanks, facts: Mapping[str, Any]
             )
             files.update(build_manifest([partial_path / _get_file_name(rank)]))
 
-    reason = exchange_reason(create_folder if rank == 0 else None)
+    reason = exchange_reason((lambda: create_folder(partial_path)) if rank == 0 else None)
     reason = reason or exchange_reason(write)
     manifests: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(manifests, files)

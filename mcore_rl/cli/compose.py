@@ -328,7 +328,7 @@ def _refuse_value(setting: Setting, value: object, where: str = "") -> ConfigErr
     kind, _, empty = setting.kind.partition(" | ")
     allowed = _KINDS.get(kind, kind) + (", null" if empty else "")
     if isinstance(setting.default, list):
-        allowed = f"a list such as [{','.join(setting.default) or _LISTS[setting.kind]}]"
+        allowed = f"a list such as [{','.join(map(str, setting.default)) or _LISTS[setting.kind]}]"
     return ConfigError(f"{where}{setting.key}={shorten(value, 200)}; allowed: {allowed}")
 
 

@@ -13,6 +13,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.checks import find_closest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_engine import find_smallest_dp
@@ -36,16 +37,14 @@ def wrap_descriptions(meanings: Mapping[str, str], indent: int = 0) -> Iterator[
         )
 
 
-def write_file(path: Path, text: str, option: str) -> None:
+def write_option_file(path: Path, text: str, option: str) -> None:
     """Write a file that an option names, never a part of it.
 
     Raises:
         ConfigError: It cannot be written.
     """
-    partial = path.with_name(f".{path.name}.partial")
     try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
+        write_file(path, text)
     except OSError as error:
         raise ConfigError(f"{option}={str(path)!r} cannot be written: {error.strerror}") from error
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from mcore_rl.cli.options import print_text, write_file
+from mcore_rl.cli.options import print_text, write_option_file
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config
@@ -147,7 +147,7 @@ def run_calibrate(options: argparse.Namespace) -> int:
         raise ConfigError(f"--lengths={str(options.lengths)!r}; allowed: with settings of a run")
     text = _measure_run(options) if options.settings else _measure_machine(options)
     if options.write:
-        write_file(options.write, text, "--write")
+        write_option_file(options.write, text, "--write")
         print_text(f"wrote {options.write}")
     else:
         print_text(text.rstrip())
@@ -169,7 +169,7 @@ def _measure_run(options: argparse.Namespace) -> str:
     measured = measure_times(options.settings)
     if options.lengths:
         lines = "".join(f"{length}\n" for length in measured.lengths.measured)
-        write_file(options.lengths, lines, "--lengths")
+        write_option_file(options.lengths, lines, "--lengths")
     print_text(f"prompts have {measured.prompt_tokens} tokens on average")
     return str(yaml.safe_dump(asdict(measured.times), sort_keys=False))
 
@@ -399,5 +399,5 @@ def _write_recipe(options: argparse.Namespace, candidate: Candidate) -> None:
         f"# Layout of mcore-rl plan layout for {options.devices} x {options.hardware}: a step is "
         f"predicted to take {candidate.step.step_s:.1f} s.\n"
     )
-    write_file(options.write, head + yaml.safe_dump(recipe, sort_keys=False), "--write")
+    write_option_file(options.write, head + yaml.safe_dump(recipe, sort_keys=False), "--write")
     print_text(f"wrote {options.write}")

@@ -7,7 +7,7 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-from mcore_rl.cli.options import Parser, write_file
+from mcore_rl.cli.options import Parser, write_option_file
 from mcore_rl.config.checks import check_at_least, check_between
 from mcore_rl.config.errors import ConfigError
 
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     read = read_runs(runs)
     from mcore_rl.tools.report.page import build_page
 
-    write_file(path, build_page(read, options.samples), "--output")
+    write_option_file(path, build_page(read, options.samples), "--output")
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")
 
 
@@ -68,7 +68,7 @@ def _write_trace(runs: list[Path], options: argparse.Namespace) -> None:
         hint = f"allowed: {', '.join(map(str, known))}" if known else "there is none"
         which = "" if options.step is None else f"--step={options.step}: "
         raise ConfigError(f"{which}{run.folder} has no timeline of it; {hint}")
-    write_file(options.trace, json.dumps(build_trace(steps)), "--trace")
+    write_option_file(options.trace, json.dumps(build_trace(steps)), "--trace")
     print(f"{options.trace}: {len(steps)} steps; open it in ui.perfetto.dev or chrome://tracing")
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mcore_rl.cli.options import Parser, write_file
+from mcore_rl.cli.options import Parser, write_option_file
 from mcore_rl.config.checks import check_at_least, check_choice
 from mcore_rl.config.errors import ConfigError
 
@@ -55,7 +55,7 @@ def main(arguments: list[str]) -> None:
     texts = TokenTexts(find_tokenizer(run, options.tokenizer))
     if options.html:
         page = build_page(summaries[0], texts, options.mark_gap, run)
-        write_file(options.html, output.format_html(page), "--html")
+        write_option_file(options.html, output.format_html(page), "--html")
         print(f"{options.html}: {page.title}")
         return
     pages = (build_page(summary, texts, options.mark_gap, run) for summary in summaries)

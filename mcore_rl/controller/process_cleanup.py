@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.controller import reaper
 
 MARKER = "MCORE_RL_SESSION"  # in the environment of every process of a session
@@ -150,9 +151,7 @@ def set_environment(**variables: str) -> Iterator[None]:
 def watch_ray_processes(temp_dir: Path, pids: Mapping[str, int]) -> Iterator[None]:
     """Let the reaper report if one of Ray's processes, given by name, dies inside."""
     note = temp_dir / reaper.RAY_NOTE
-    partial = note.with_name(f".{note.name}.partial")
-    partial.write_text(json.dumps(pids))
-    partial.replace(note)
+    write_file(note, json.dumps(pids))
     _ray_pids.update(pids)
     try:
         yield

@@ -505,7 +505,9 @@ class Reaper:
         except OSError:
             pass
         try:
-            with open(partial, "w") as file:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(partial)  # which may be a link to somebody's file
+            with open(partial, "x") as file:
                 file.write("\n".join([f"{earlier}{text[0]}", *text[1:], ""]))
             os.replace(partial, self.trace_file)
         except OSError as error:

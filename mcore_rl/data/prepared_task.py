@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from mcore_rl.config.atomic_file import create_folder, get_partial_path
 from mcore_rl.config.errors import ConfigError
 
 
@@ -40,9 +41,8 @@ def write_task(
     saved in task.json.
     """
     _refuse_foreign(directory)
-    partial_path = directory.with_name(f".{directory.name}.partial")
-    shutil.rmtree(partial_path, ignore_errors=True)  # left by a run that was killed
-    partial_path.mkdir(parents=True)
+    partial_path = get_partial_path(directory)
+    create_folder(partial_path)
     try:
         write(get_task_paths(partial_path))
         (partial_path / "task.json").write_text(json.dumps(settings, indent=2) + "\n")

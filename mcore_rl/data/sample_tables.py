@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.config.atomic_file import write_atomically
 from mcore_rl.data.batch import IMAGES, Batch, Jagged, Samples
 
 SAMPLES, EVALUATIONS = "samples", "evaluations"  # folders in the output folder of a run
@@ -192,15 +193,14 @@ def write_table(path: Path, columns: Mapping[str, pa.Array], num_samples: int) -
     """
     table = pa.table(dict(columns))
     table = table.replace_schema_metadata({METADATA: json.dumps({"num_samples": num_samples})})
-    partial_path = path.with_name(f".{path.name}.partial")
     floats = [f"{name}.list.element" for name in _LOG_PROBS if name in columns]
     dictionary = [
         f"{name}.list.element" if pa.types.is_list(table.schema.field(name).type) else name
         for name in columns
         if name not in _LOG_PROBS
     ]
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with write_atomically(path) as partial_path:
         pq.write_table(
             table,
             partial_path,
@@ -209,10 +209,6 @@ def write_table(path: Path, columns: Mapping[str, pa.Array], num_samples: int) -
             use_dictionary=dictionary,
             use_byte_stream_split=floats,
         )
-        partial_path.replace(path)
-    except OSError:
-        partial_path.unlink(missing_ok=True)
-        raise
 
 
 def _format_value(value: object) -> str:

@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from mcore_rl.config.atomic_file import write_atomically
 from mcore_rl.observability.timeline import TRACE_SUFFIX
 
 # Allocations and frees in a snapshot, the newest; each has its stack of Python functions.
@@ -76,14 +77,10 @@ class StepProfiler:
     def _write(self, suffix: str, write: Callable[[Path], None]) -> str:
         """Write a file; return why it cannot be written, "" if it is there."""
         name = f"{self._path.name}{suffix}"
-        partial = self._path.with_name(f".{name}.partial")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            try:
-                write(partial)
-                partial.replace(self._path.with_name(name))
-            finally:
-                partial.unlink(missing_ok=True)
+            with write_atomically(self._path.with_name(name)) as partial_path:
+                write(partial_path)
         except (OSError, RuntimeError) as error:  # RuntimeErrors are torch's
             return f"{name} cannot be written: {error}"
         return ""

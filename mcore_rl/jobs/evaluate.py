@@ -18,6 +18,7 @@ from rich.table import Table
 
 from mcore_rl.agents.single_turn import Tokenizer, decode_response
 from mcore_rl.algorithms.estimates import compute_mean_and_error, majority_at_k, pass_at_k
+from mcore_rl.config.atomic_file import write_atomically
 from mcore_rl.config.describe import flatten_settings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -326,9 +327,8 @@ def _write_file(path: Path, content: Any) -> None:
     """Write samples as parquet, anything else as JSON, atomically."""
     try:
         if isinstance(content, SetSamples):
-            partial = path.with_name(f".{path.name}.partial")
-            pq.write_table(content.to_table(), partial)
-            partial.replace(path)
+            with write_atomically(path) as partial_path:
+                pq.write_table(content.to_table(), partial_path)
         else:
             write_json(path, content)
     except OSError as error:

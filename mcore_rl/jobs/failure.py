@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.controller.process_cleanup import RunStopped, wait_if_ray_died
 
 
@@ -42,9 +43,7 @@ def _write_traces(trace_file: Path, error: Exception) -> OSError | None:
     """Return why the file cannot be written; None if it is."""
     try:
         trace_file.parent.mkdir(parents=True, exist_ok=True)
-        partial = trace_file.with_name(f".{trace_file.name}.partial")
-        partial.write_text("".join(traceback.format_exception(error)))
-        partial.replace(trace_file)
+        write_file(trace_file, "".join(traceback.format_exception(error)))
     except OSError as full:
         return full
     return None

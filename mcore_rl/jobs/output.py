@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint, format_name, list_steps
+from mcore_rl.config.atomic_file import open_lock, write_file
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
@@ -110,7 +111,7 @@ def lock_run_dir(
     missing = [place for place in (folder, *folder.parents) if not place.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        file = open_lock(folder / _LOCK)
     except OSError as error:
         raise ConfigError(
             f"output_dir={output_dir!r} cannot be made: {error.strerror}; allowed: a new folder"
@@ -451,9 +452,7 @@ def _get_mean(metrics: Mapping[str, float], kind: str) -> MeanWithError:
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a JSON file atomically."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    partial.replace(path)
+    write_file(path, json.dumps(value, indent=2) + "\n")
 
 
 # Commands to run after a run

@@ -20,6 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mcore_rl.config.atomic_file import open_lock
 from mcore_rl.config.checks import is_url, list_values
 from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.jobs.failure import RunFailed
@@ -275,6 +276,8 @@ def _fetch_url(
             if not target.exists():
                 _report_fetch(url)
                 partial = folder / f".{version}.partial"
+                if partial.is_symlink():  # files below it would be written somewhere else
+                    raise OSError(f"{partial} is a link")
                 (partial / copy if is_folder else partial).mkdir(parents=True, exist_ok=True)
                 _copy_missing(store, entries, partial / copy, is_folder=is_folder)
                 partial.rename(folder / version)
@@ -343,7 +346,7 @@ def _get_cache_dir() -> Path:
 def _lock_folder(folder: Path, version: str) -> Iterator[None]:
     """Let one process at a time copy a version."""
     folder.mkdir(parents=True, exist_ok=True)
-    with (folder / f".{version}.lock").open("w") as lock:
+    with open(open_lock(folder / f".{version}.lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 

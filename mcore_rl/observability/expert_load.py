@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_lines
 
@@ -45,9 +46,7 @@ class ExpertLoadWriter:
         if not earlier:
             self._file.unlink(missing_ok=True)
             return
-        partial = self._file.with_name(f".{EXPERT_LOAD_FILE}.partial")
-        partial.write_text("".join(map(_format_row, earlier)))
-        partial.replace(self._file)
+        write_file(self._file, "".join(map(_format_row, earlier)))
 
     def write(self, load: ExpertLoad) -> None:
         """Append the load of a step.

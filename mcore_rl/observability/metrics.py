@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.json_file import read_json_lines
 from mcore_rl.observability.trackers import (
     TRAINING,
@@ -86,9 +87,7 @@ class MetricsLogger:
         output_dir = run.folder
         output_dir.mkdir(parents=True, exist_ok=True)
         file = output_dir / METRICS_FILE
-        partial = file.with_name(f".{file.name}.partial")
-        partial.write_bytes(b"".join(map(_encode_row, earlier)))
-        partial.replace(file)
+        write_file(file, b"".join(map(_encode_row, earlier)))
         self._file, self._jsonl = file, file.open("ab", buffering=0)
         self._trackers = open_trackers(trackers, run)
         for row in earlier:

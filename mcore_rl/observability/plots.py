@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +12,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
+
+from mcore_rl.config.atomic_file import write_atomically
 
 _BLUE, _ORANGE, _GREEN = "#0072B2", "#D55E00", "#009E73"  # distinct for colour-blind people too
 
@@ -65,6 +66,5 @@ def plot_traffic(path: Path, traffic: NDArray[np.int64]) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    os.replace(partial, path)
+    with write_atomically(path) as partial_path:
+        figure.savefig(partial_path, format="png")

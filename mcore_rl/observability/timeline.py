@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_lines
 
@@ -130,9 +131,7 @@ class TimelineWriter:
     def __init__(self, folder: Path, earlier: Sequence[StepTimeline] = ()) -> None:
         """Begin the file with the spans of `earlier` steps, in place of an earlier file."""
         self._file = folder / TIMELINE_FILE
-        partial = self._file.with_name(f".{TIMELINE_FILE}.partial")
-        partial.write_text("".join(map(_format_row, earlier)))
-        partial.replace(self._file)
+        write_file(self._file, "".join(map(_format_row, earlier)))
 
     def write(self, timeline: StepTimeline) -> None:
         """Append a step, if its turn has come.
@@ -168,6 +167,8 @@ def _parse_row(row: dict[str, Any], where: str) -> StepTimeline:
         spans = [TimeSpan(str(r), str(n), float(a), float(b)) for r, n, a, b in row["spans"]]
         if not all(math.isfinite(span.start_s) and math.isfinite(span.end_s) for span in spans):
             raise ValueError("times that are not finite")
+        if not spans:
+            raise ValueError("no spans")
         return StepTimeline(str(row["phase"]), int(row["step"]), spans, int(row["num_left_out"]))
     except (KeyError, TypeError, ValueError, OverflowError) as error:  # int(inf) overflows
         raise ConfigError(f"{where}: no phase, step, spans and num_left_out ({error!r})") from error

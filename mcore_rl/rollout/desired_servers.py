@@ -10,6 +10,7 @@ import json
 from collections.abc import Collection
 from pathlib import Path
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 
@@ -40,9 +41,8 @@ def write_desired_servers(folder: Path, numbers: Collection[int]) -> None:
     Raises:
         ConfigError: the file cannot be written.
     """
-    file, partial = folder / FILE, folder / f".{FILE}.partial"
+    file = folder / FILE
     try:
-        partial.write_text(json.dumps({_KEY: sorted(numbers)}) + "\n")
-        partial.replace(file)
+        write_file(file, json.dumps({_KEY: sorted(numbers)}) + "\n")
     except OSError as error:
         raise ConfigError(f"{file} cannot be written: {error.strerror}") from error

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 
+from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.schema import SampleLogConfig
 from mcore_rl.controller.worker_group import RankGroup
 from mcore_rl.data.batch import IMAGES, Batch, Samples
@@ -105,10 +106,8 @@ class SampleLog:
         path = self._folder / SAMPLES / TOKENIZER
         if path.exists():
             return
-        partial_path = path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial_path.write_text(self._tokenizer.backend_tokenizer.to_str(), encoding="utf-8")
-        partial_path.replace(path)
+        write_file(path, self._tokenizer.backend_tokenizer.to_str())
 
 
 @functools.cache

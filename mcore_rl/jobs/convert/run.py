@@ -46,6 +46,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
+from mcore_rl.config.atomic_file import get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert.plan import Resources, choose_workers, format_bytes
 from mcore_rl.jobs.failure import RunFailed
@@ -116,7 +117,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
             continues.
     """
     output = conversion.output
-    work = output.with_name(f".{output.name}.partial")
+    work = get_partial_path(output)
     print_line = partial(show_line, console=console)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         if _read_journal(output)[:1] != [_normalize_json(conversion.fingerprint)]:
@@ -218,6 +219,8 @@ def _lock_work_dir(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[IO[st
     """
     new_folders = [folder for folder in (work, *work.absolute().parents) if not folder.exists()]
     try:
+        if work.is_symlink():  # files below it would be written somewhere else
+            raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         work.mkdir(parents=True, exist_ok=True)
         journal = (work / _JOURNAL).open("a")
     except OSError as error:

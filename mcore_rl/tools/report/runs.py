@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from jsonschema import Draft202012Validator
+
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.describe import flatten_settings
 from mcore_rl.config.errors import ConfigError
@@ -27,6 +29,27 @@ _KINDS = {
     "sft": "loss_aggregation",
     "rm": "engine",
 }
+
+
+def _map_schema(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the JSON schema of an object with any names."""
+    return {"type": "object", "additionalProperties": values}
+
+
+_NUMBER = {"type": "number"}
+_SCORE = {"properties": {"mean": {}, "standard_error": {}}, "required": ["mean", "standard_error"]}
+# The parts of a summary that reports read.
+_SUMMARY = Draft202012Validator(
+    {
+        "properties": {
+            "evaluation": _map_schema(_map_schema(_map_schema(_NUMBER))),
+            "sets": _map_schema(_map_schema({"if": {"type": "object"}, "then": _SCORE})),
+            "gpu_memory": _map_schema(_map_schema({"type": "array", "items": _NUMBER})),
+            "versions": _map_schema({"type": "string"}),
+            **dict.fromkeys(("wall_s", "peak_memory_bytes", "max_logprob_gap"), _NUMBER),
+        }
+    }
+)
 STDERR = "_stderr"  # suffix of the standard error of a metric
 
 
@@ -128,16 +151,27 @@ def _read_run(folder: Path, name: str) -> Run:
     for number, row in enumerate(rows):
         if not isinstance(row.get("step"), int) or not isinstance(row.get("phase"), str):
             raise ConfigError(f"{folder / METRICS_FILE}, row {number}: no phase and step")
-    summary = folder / SUMMARY_FILE
     return Run(
         name,
         folder,
         settings,
         rows,
-        read_json_object(summary) if summary.is_file() else {},
+        _read_summary(folder / SUMMARY_FILE),
         read_timeline(folder / TIMELINE_FILE),
         read_expert_load(folder / EXPERT_LOAD_FILE),
     )
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    """Return the summary of a run; empty until it has ended.
+
+    Raises:
+        ConfigError: It is damaged.
+    """
+    summary = read_json_object(path) if path.is_file() else {}
+    for error in _SUMMARY.iter_errors(summary):
+        raise ConfigError(f"{path}: {error.json_path} is damaged: {error.message[:200]}")
+    return summary
 
 
 def compare_settings(runs: Sequence[Run]) -> list[tuple[str, list[Any]]]:

@@ -10,13 +10,12 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample_tables import EVALUATIONS, SAMPLES, TOKENIZER, list_tables
 from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.report.figures import pick_evenly
 from mcore_rl.tools.report.runs import Run
 from mcore_rl.tools.samples.page import Page, Span, TokenTexts, build_page, format_number
-from mcore_rl.tools.samples.tables import SUMMARY_COLUMNS, SampleReader, Summary
+from mcore_rl.tools.samples.tables import SUMMARY_COLUMNS, SampleReader, Summary, name_damaged_table
 
 MAX_TABLES = 8  # of a run: training steps, the first, the last and others between
 MARK_GAP = 0.1  # nats, as of `mcore-rl samples`
@@ -194,18 +193,13 @@ def _format_value(value: object) -> str:
 
 
 def _open(path: Path) -> pq.ParquetFile:
-    try:
+    with name_damaged_table(path):
         return pq.ParquetFile(path)
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _read_rows(path: Path, rows: Sequence[int]) -> list[dict[str, Any]]:
     """Return rows of a table, without lists of tokens."""
     file = _open(path)
     names = [field.name for field in file.schema_arrow if not pa.types.is_list(field.type)]
-    try:
-        table: pa.Table = file.read(names).take([*rows])
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
-    return [*table.to_pylist()]
+    with name_damaged_table(path):
+        return [*file.read(names).take([*rows]).to_pylist()]

@@ -53,7 +53,7 @@ def _plan_settings(run: Run, settings: Mapping[str, Any]) -> tuple[PlanReport, T
     if is_import_path(family) or settings["actor.backend"] != "megatron":
         raise NoPlanError("planned for families and ranks of Megatron here alone")
     dtype = settings["model.dtype"]
-    if dtype not in _ITEMSIZES:
+    if not isinstance(dtype, str) or dtype not in _ITEMSIZES:
         raise NoPlanError(f"model.dtype={dtype!r}")
     servers, tp, dp = (settings[f"rollout.{name}"] for name in ("num_servers", "tp", "dp"))
     layout = {axis: settings[f"actor.layout.{axis}"] for axis in _LAYOUT_AXES}

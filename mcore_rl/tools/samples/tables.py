@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.config.checks import check_exists
-from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
@@ -121,12 +122,20 @@ class SampleReader:
 
     def read_summaries(self, steps: Sequence[int]) -> list[Summary]:
         """Return all trajectories of these steps, in the order of their tables."""
-        return [s for step in steps for s in _read_summaries(self.tables[step], step)]
+        summaries: list[Summary] = []
+        for step in steps:
+            with name_damaged_table(self.tables[step]):
+                summaries += _read_summaries(self.tables[step], step)
+        return summaries
 
     def count_left_out(self, steps: Sequence[int]) -> int:
         """Return the samples that sample_log.max_rows and max_tokens left out of these steps."""
-        files = [_open_file(self.tables[step]) for step in steps]
-        return sum(_count_written(file) - file.metadata.num_rows for file in files)
+        num_left_out = 0
+        for step in steps:
+            file = _open_file(self.tables[step])
+            with name_damaged_table(self.tables[step]):
+                num_left_out += _count_written(file) - file.metadata.num_rows
+        return num_left_out
 
 
 def read_segments(summary: Summary) -> list[Segment]:
@@ -141,7 +150,8 @@ def read_segments(summary: Summary) -> list[Segment]:
             f"{summary.path} has no tokens ({', '.join(missing)}): sample_log.tokens=false; "
             "allowed: --list"
         )
-    return [_build_segment(_read_row(summary.path, row)) for row in summary.rows]
+    with name_damaged_table(summary.path):
+        return [_build_segment(_read_row(summary.path, row)) for row in summary.rows]
 
 
 def _read_summaries(path: Path, step: int) -> Iterator[Summary]:
@@ -151,7 +161,7 @@ def _read_summaries(path: Path, step: int) -> Iterator[Summary]:
         raise ConfigError(f"{path} has no column {', '.join(missing)}: it is {_OLDER}")
     parts = [name for name in names if name.startswith("reward/")]
     columns = [*SUMMARY_COLUMNS, *parts, *(name for name in _OPTIONAL if name in names)]
-    rows = _read_file(path, lambda: file.read(columns).to_pylist())
+    rows = file.read(columns).to_pylist()
     trajectories: dict[tuple[int, int], list[int]] = {}
     for number, row in enumerate(rows):
         trajectories.setdefault((row["group"], row["trajectory"]), []).append(number)
@@ -222,13 +232,14 @@ def _read_row(path: Path, row: int) -> dict[str, list[Any]]:
 def _read_row_group(path: Path, group: int) -> pa.Table:
     file = _open_file(path)
     columns = [n for n in (*TOKEN_COLUMNS, IMAGES) if n in file.schema_arrow.names]
-    table: pa.Table = _read_file(path, lambda: file.read_row_group(group, columns))
+    table: pa.Table = file.read_row_group(group, columns)
     return table
 
 
 @functools.lru_cache(maxsize=8)
 def _open_file(path: Path) -> pq.ParquetFile:
-    return _read_file(path, lambda: pq.ParquetFile(path, memory_map=True))
+    with name_damaged_table(path):
+        return pq.ParquetFile(path, memory_map=True)
 
 
 def _count_written(file: pq.ParquetFile) -> int:
@@ -236,8 +247,12 @@ def _count_written(file: pq.ParquetFile) -> int:
     return int(json.loads(metadata)["num_samples"]) if metadata else file.metadata.num_rows
 
 
-def _read_file(path: Path, read: Callable[[], Any]) -> Any:
+@contextmanager
+def name_damaged_table(path: Path) -> Iterator[None]:
+    """Raise ConfigError with the path if reading inside fails: at pages, texts or JSON in them."""
     try:
-        return read()
-    except (OSError, pa.ArrowException) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        yield
+    except ConfigError:
+        raise
+    except (OSError, pa.ArrowException, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {describe_error(error, 200)}") from error

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from rich import box
 from rich.table import Table
 
+from mcore_rl.config.atomic_file import write_atomically
 from mcore_rl.observability.console import get_stdout_console
 from mcore_rl.tools.simulate.run import SimulatedRun
 
@@ -79,6 +80,5 @@ def plot_runs(path: Path, runs: Mapping[str, SimulatedRun]) -> None:
             trainer.legend(loc="upper right", ncols=3, fontsize=8)
             servers.legend(loc="upper right", ncols=2, fontsize=8)
     rows[-1, 0].set_xlabel("simulated seconds")
-    partial = path.with_name(f".{path.name}.partial")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    with write_atomically(path) as partial_path:
+        figure.savefig(partial_path, format="png")
