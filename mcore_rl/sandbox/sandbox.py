@@ -14,12 +14,13 @@ import sys
 import tempfile
 import warnings
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from mcore_rl.config.checks import check_path
 from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.tiers import Tier, build_request, list_candidates
 
@@ -203,10 +204,7 @@ async def run_in_tier(
     """Run a program in a tier, without checking that the tier works. Raises as Sandbox.run."""
     if isinstance(program, str):
         files, program = {**files, _MAIN: program}, [sys.executable, _MAIN]
-    for name in files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts or not path.name:
-            raise ValueError(f"files[{name!r}]; allowed: a relative path without '..'")
+    _check_names(files)
     try:
         request = json.dumps(build_request(tier, settings, program, stdin, files)).encode() + b"\n"
     except OSError as error:
@@ -227,6 +225,23 @@ async def run_in_tier(
     if survivors := answer.pop("survivors"):
         warnings.warn(f"{survivors} processes of a sandbox outlive SIGKILL", stacklevel=2)
     return SandboxResult(**answer)
+
+
+def _check_names(names: Collection[str]) -> None:
+    """Raise ValueError for a name that no file in the scratch folder can have."""
+    for name in names:
+        path = PurePosixPath(name)
+        if path.is_absolute() or ".." in path.parts or str(path) != name or not path.name:
+            raise ValueError(
+                f"files[{name!r}]; allowed: a relative path without '..', '.' or '/' at its end"
+            )
+        if "\0" in name:
+            raise ValueError(f"files[{name!r}]; allowed: text without NUL characters")
+        check_path("a name of files", name)
+        if folder := next((str(part) for part in path.parents if str(part) in names), ""):
+            raise ValueError(
+                f"files[{name!r}] is in files[{folder!r}]; allowed: a file or a folder"
+            )
 
 
 async def _exchange(process: Process, request: bytes) -> dict[str, Any]:

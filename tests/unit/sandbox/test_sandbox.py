@@ -65,10 +65,27 @@ def test_half_a_surrogate_pair_in_the_input_is_read_as_it_is():
 
 
 @needs_a_tier
-@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", "."])
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "a/../../x", ".", "a/", "a/./b"])
 def test_files_outside_of_the_scratch_folder_are_refused(name):
     with pytest.raises(ValueError, match=re.escape(f"files[{name!r}]; allowed: a relative path")):
         Sandbox().run("", files={name: ""})
+
+
+@needs_a_tier
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (["a\0b"], "without NUL characters"),
+        (["\ud800"], "UTF-8"),
+        (["ü" * 128], "256 in one name"),
+        (["d/" * 3000 + "d"], "6001 bytes"),
+        (["a", "a/b"], r"files\['a/b'\] is in files\['a'\]"),
+    ],
+    ids=["NUL", "surrogate", "long name", "long path", "file and folder"],
+)
+def test_name_that_no_file_can_have_is_refused(names, message):
+    with pytest.raises(ValueError, match=message):
+        Sandbox().run("", files=dict.fromkeys(names, ""))
 
 
 @needs_a_tier
