@@ -163,8 +163,24 @@ def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers
                 status = Path(f"/proc/{pid}/status").read_text()
                 if match := re.search(r"VmHWM:\s+(\d+)", status):
                     peaks[pid] = int(match[1]) * 1024
-    printed = Path(f"{out}.txt").read_text()
-    size, unit = re.search(r"at most ([\d.]+) (MB|GB) of memory", printed).groups()
-    bound = float(size) * {"MB": 1e6, "GB": 1e9}[unit]
+    bound = read_bound(Path(f"{out}.txt").read_text())
     assert sum(peaks.values()) <= bound * 1.005  # three digits are printed
     assert sum(peaks.values()) > bound * 0.6
+
+
+def read_bound(printed: str) -> float:
+    size, unit = re.search(r"at most ([\d.]+) (MB|GB) of memory", printed).groups()
+    return float(size) * {"MB": 1e6, "GB": 1e9}[unit]
+
+
+@pytest.mark.nightly
+def test_memory_of_the_command_stays_under_what_is_printed_to_its_end(conversions, tmp_path):
+    checkpoint, out = conversions.folder / "mcore", tmp_path / "out"
+    line = f"convert mcore-to-hf --checkpoint {checkpoint} --output {out} --workers 1"
+    command = [sys.executable, "-m", "mcore_rl.cli.main", *line.split()]
+    with open(tmp_path / "printed", "w+") as printed:
+        process = subprocess.Popen(command, stdout=printed)
+        _, status, usage = os.wait4(process.pid, 0)
+        assert status == 0
+        printed.seek(0)
+        assert usage.ru_maxrss * 1024 <= read_bound(printed.read()) * 1.005

@@ -29,12 +29,15 @@ _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 # Measured: a process that has imported torch, whose build for CUDA takes more, and our readers, and
 # memory that allocators keep.
 _WORKER_BYTES = (576 if torch.version.cuda else 288) << 20
+# Measured: pages of torch's libraries that are first read when this process ends.
+_EXIT_BYTES = (128 if torch.version.cuda else 32) << 20
 _TRACKER_BYTES = 16 << 20  # the resource tracker of multiprocessing
 _SLACK_BYTES = 32 << 20
 # Measured with 60,000 of each: an entry (tensor or chunk) of an index that is read, and a chunk of
 # a checkpoint while its index is written.
 READ_ENTRY_BYTES, WRITTEN_ENTRY_BYTES = 2048, 4096
 _MOST_WORKERS = 4  # default of --workers: more seldom helps with one disk
+_BYTES_PER_WORKER = 2 << 30  # written; fewer take less time than importing torch once more
 UNSHARDED = Shard(0, 1)
 _SMALLEST_FILE, _LARGEST_FILE = 32 << 20, 1 << 30  # bytes
 _NUM_FILES = 8  # so that several processes share the work of a small model, too
@@ -188,19 +191,22 @@ def format_bytes(size: float) -> str:
 
 
 def choose_workers(
-    memory_bytes: Sequence[int], resources: Resources, finish_bytes: int = 0
+    memory_bytes: Sequence[int], total_bytes: int, resources: Resources, finish_bytes: int = 0
 ) -> tuple[int, str]:
     """Return the number of processes, and a line on the memory that they take.
 
     Args:
         memory_bytes: Memory of each unit of work.
+        total_bytes: What all units write.
         finish_bytes: Memory of this process when all units are written.
 
     Raises:
         ConfigError: Less memory is allowed than the conversion takes.
     """
     largest = max(memory_bytes, default=0)
-    most = resources.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
+    most = resources.workers or min(
+        os.cpu_count() or 1, _MOST_WORKERS, total_bytes // _BYTES_PER_WORKER
+    )
     workers = max(1, min(most, len(memory_bytes)))
     allowed = resources.max_memory_bytes
     if resources.workers is None and allowed is not None:
@@ -221,7 +227,7 @@ def choose_workers(
 
 def compute_memory_bound(workers: int, largest: int, finish_bytes: int = 0) -> int:
     """Return a bound on the memory of all processes: this one's peak so far, and what follows."""
-    so_far = get_peak_memory() + _SLACK_BYTES + finish_bytes
+    so_far = get_peak_memory() + _SLACK_BYTES + _EXIT_BYTES + finish_bytes
     if workers == 1:
         return so_far + largest
     # The server that workers are forked from has imported the same modules.

@@ -130,11 +130,11 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
     results = _read_results(work, conversion)
     todo = [unit for unit in conversion.units if unit.name not in results]
     _check_space(output, todo)
+    total, left = (sum(u.nbytes for u in units) for units in (conversion.units, todo))
     memory = [unit.memory_bytes for unit in todo]
-    workers, bound = choose_workers(memory, resources, conversion.finish_bytes)
+    workers, bound = choose_workers(memory, left, resources, conversion.finish_bytes)
     for line in (*conversion.notes, bound):
         print_line(line)
-    total, left = (sum(u.nbytes for u in units) for units in (conversion.units, todo))
     if left < total:
         print_line(f"continuing after {format_bytes(total - left)} of {format_bytes(total)}")
     with (

@@ -351,7 +351,8 @@ GIB = 1 << 30
 def test_the_bound_grows_with_the_largest_unit_and_the_workers(monkeypatch):
     monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
     single, double = plan.compute_memory_bound(1, GIB), plan.compute_memory_bound(2, GIB)
-    assert single == GIB + (432 << 20)
+    assert single == GIB + plan.compute_memory_bound(1, 0)
+    assert plan.compute_memory_bound(1, 0) > 432 << 20
     assert double - plan.compute_memory_bound(2, 0) == 2 * GIB
 
 
@@ -362,22 +363,28 @@ def test_the_bound_grows_with_the_largest_unit_and_the_workers(monkeypatch):
 def test_choose_workers_takes_the_option_or_as_many_as_fit(monkeypatch, workers, allowed, expected):
     monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    num_workers, line = plan.choose_workers([GIB, GIB, 7], Resources(workers, allowed))
+    num_workers, line = plan.choose_workers([GIB, GIB, 7], 8 * GIB, Resources(workers, allowed))
     assert num_workers == expected
     assert line.startswith(
         f"at most {format_bytes(plan.compute_memory_bound(expected, GIB))} of memory: "
     )
 
 
+@pytest.mark.parametrize(("size", "workers"), [(0, 1), (GIB, 1), (5 * GIB, 2), (100 * GIB, 4)])
+def test_small_conversions_wait_for_no_further_worker(monkeypatch, size, workers):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    assert plan.choose_workers([1] * 20, size, Resources())[0] == workers
+
+
 def test_too_little_memory_is_refused_with_what_is_enough(monkeypatch):
     monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
     message = r"--max-memory=1 GB is too small for 1 process; allowed: at least (\d+)MB"
     with pytest.raises(ConfigError, match=message) as raised:
-        plan.choose_workers([GIB], Resources(None, 10**9))
+        plan.choose_workers([GIB], GIB, Resources(None, 10**9))
     enough = int(re.search(r"least (\d+)MB", str(raised.value))[1]) * 10**6
-    assert plan.choose_workers([GIB], Resources(None, enough))[0] == 1
+    assert plan.choose_workers([GIB], GIB, Resources(None, enough))[0] == 1
     with pytest.raises(ConfigError, match="for 2 worker processes"):
-        plan.choose_workers([GIB, GIB], Resources(2, enough))
+        plan.choose_workers([GIB, GIB], GIB, Resources(2, enough))
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "5 parsecs", "0", "1.5.5GB", "9" * 30])
