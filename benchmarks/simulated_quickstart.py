@@ -26,7 +26,7 @@ from statistics import median
 from typing import Any, ClassVar
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.cli.options import write_file
+from mcore_rl.cli.options import write_option_file
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs import rl
 from mcore_rl.tools.simulate.measure import (
@@ -119,7 +119,7 @@ def main() -> None:
         comparison = compare(options.settings, options.rounds)
     text = json.dumps(comparison, indent=1) + "\n"
     if options.output:
-        write_file(options.output, text, "--output")
+        write_option_file(options.output, text, "--output")
     sys.stdout.write(text)
 
 
