@@ -22,6 +22,7 @@ from mcore_rl.config.checks import check_at_least, check_positive, read_secret
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_function
 from mcore_rl.config.json_file import parse_json_object
+from mcore_rl.data.thoughts import find_answer
 from mcore_rl.rewards.processes import CallTimeoutError, call_in_thread, wait_within
 from mcore_rl.rewards.registry import gives, register_reward, shorten_repr
 
@@ -379,7 +380,7 @@ async def judge(
         "max_tokens": settings.max_tokens,
         "n": settings.votes,
     }
-    verdicts = _list_verdicts(await post(request), settings)
+    verdicts = [*map(find_answer, _list_verdicts(await post(request), settings))]
     results = [await _read_score(verdict, settings) for verdict in verdicts]
     scores = [score for score in results if score is not None]
     if not scores:

@@ -86,13 +86,17 @@ def check_tags(
     """Return 1.0 if the response consists of the tags, each once, with any text in them.
 
     With tags=think,answer: <think>...</think><answer>...</answer>, with blanks or line breaks
-    around them. The chat template may have opened the first tag at the end of the prompt. The last
-    turn of an agent is checked, with or without its reasoning.
+    around them. The chat template may have opened the first tag at the end of the prompt, or also
+    closed it. The response, or the last turn of an agent, is checked with its thoughts, and
+    without.
     """
-    first = f"<{settings.names[0]}>"
-    opened = first if prompt_end.rstrip().endswith(first) else ""
-    bodies = text, *turns[-1:]
-    return {"reward": float(any(_has_tags(opened + body, settings.names) for body in bodies))}
+    first = settings.names[0]
+    opened = re.search(rf"<{first}>(\s*</{first}>)?\s*\Z", prompt_end)
+    prefixes = [opened[0]] if opened else [""]
+    if opened and opened[1]:
+        prefixes.append("")  # thoughts that the prompt has closed may begin again
+    bodies = [prefix + body for prefix in prefixes for body in (text, *turns[-1:])]
+    return {"reward": float(any(_has_tags(body, settings.names) for body in bodies))}
 
 
 def _has_tags(text: str, tags: Sequence[str]) -> bool:
@@ -112,14 +116,18 @@ def _has_tags(text: str, tags: Sequence[str]) -> bool:
 @gives("unchecked")
 @run_in_process(unchecked={"reward": 0.0, "unchecked": 1.0})
 def match_pattern(
-    text: str, fields: Mapping[str, Any], finish_reason: str, settings: PatternSettings
+    text: str,
+    fields: Mapping[str, Any],
+    finish_reason: str,
+    settings: PatternSettings,
+    turns: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return 1.0 if the whole response matches a regular expression.
+    """Return 1.0 if the whole response, or last turn, matches a regular expression.
 
-    `unchecked` is 1.0 if the match took longer than timeout_s: an expression may backtrack for
+    With its thoughts. `unchecked` is 1.0 if the match took longer than timeout_s: an expression may backtrack for
     years.
     """
-    matched = re.fullmatch(settings.pattern, text, re.DOTALL)
+    matched = re.fullmatch(settings.pattern, turns[-1] if turns else text, re.DOTALL)
     return {"reward": float(matched is not None), "unchecked": 0.0}
 
 
