@@ -1,4 +1,4 @@
-"""Where the answer of a response begins: behind the thoughts of a reasoning model."""
+"""Find the answer of a response, behind the thoughts of a reasoning model."""
 
 from __future__ import annotations
 

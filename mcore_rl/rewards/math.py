@@ -27,7 +27,8 @@ from mcore_rl.rewards.registry import (
 
 _UNCHECKED = {"reward": 0.0, "answered": 1.0, "unchecked": 1.0}
 _NUMBER = r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
-_FINAL_LINE = re.compile(rf"#### ({_NUMBER})")
+_CURRENCY = r"(?:\\?\$|[\xa3\xa5\N{EURO SIGN}])?"
+_FINAL_LINE = re.compile(rf"#### (?={_CURRENCY}-|-?{_CURRENCY}\d)(-?){_CURRENCY}({_NUMBER})")
 
 
 @dataclass(frozen=True)
