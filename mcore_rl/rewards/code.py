@@ -7,6 +7,7 @@ import json
 import re
 import secrets
 import textwrap
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,20 @@ class CodeSettings(SandboxSettings):
 
 
 def _check_tests(answer: object, settings: CodeSettings) -> None:
-    read_tests(answer)
+    """Raise ValueError for tests that no program can pass."""
+    tests = read_tests(answer)
+    for test in tests.get("asserts", ()):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                compile(test, "test", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"the test {shorten_repr(test)} is no Python: {error}") from error
+    limit = settings.output_kb << 10
+    if longest := [o for o in tests.get("outputs", ()) if len(o.encode()) > limit]:
+        raise ValueError(
+            f"an expected output has {len(longest[0].encode())} bytes; allowed: up to {limit} "
+            "(output_kb)"
+        )
 
 
 @register_reward("code")

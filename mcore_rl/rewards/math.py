@@ -96,8 +96,11 @@ def _convert_answer(answer: object, settings: MathSettings | None = None) -> str
     text = format_answer(answer, "math")
     boxed = find_last_boxed(text)
     latex = text if boxed is None else boxed
-    if not latex.strip(" \t\n$.") or not has_balanced_braces(latex):
+    if not _DELIMITER.sub("", latex).strip(" \t\n.") or not has_balanced_braces(latex):
         raise build_answer_error(answer, "math", "what can be in a \\boxed{}")
+    if escape := _ESCAPED_COMMAND.search(latex):
+        allowed = f"a backslash in place of {escape[0]!r}, which an escape sequence has replaced"
+        raise build_answer_error(answer, "math", allowed)
     return spell_as_latex(latex)
 
 
@@ -167,6 +170,13 @@ _NAMES = (
 )
 _OPENS = r"(?:\(|\\(?:text|mathrm)\{|(?<![A-Za-z}])\{)"
 _DIGITS_IN_BASE = re.compile(r"([0-9A-Z]*\d[0-9A-Z]*)_\{?(\d+)")
+_DELIMITER = re.compile(r"\$|(?<!\\)\\[()\[\]]")
+# Commands such as \frac, \boxed and \theta as a program reads them in a text that is not raw.
+_ESCAPED_COMMAND = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|"
+    r"\t(?:ext\w*|frac|imes|heta|an|au|o|riangle)(?![A-Za-z])|"
+    r"\r(?:ight|ho|angle|brace|brack|floor|ceil|vert)(?![A-Za-z])|\n(?:eq|eg|otin|abla)(?![A-Za-z])"
+)
 _CIRC = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)"
 _DEGREES = re.compile(rf"(\\[dt]?frac\{{\d+\}}\{{\d+\}}|\d+\.?\d*|\.\d+|\\?[A-Za-z]+){_CIRC}")
 _ANGLE = (
@@ -231,7 +241,7 @@ def spell_as_latex(answer: str) -> str:
     >>> spell_as_latex("1e-3")
     '$\\boxed{1\\times 10^{-3}}$'
     """
-    text = re.sub(r"(?<!\\)\\[()\[\]]", " ", re.sub(r"\\?\$", "", answer))
+    text = _DELIMITER.sub(" ", answer.replace("\\$", "").replace("$", ""))
     text = text.strip().rstrip(".").strip()
     text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
     text = re.sub(r"(?<=\d)(?=[\xbc-\xbe])", " ", text)  # 3 and a half

@@ -241,10 +241,15 @@ def choice(
 
 
 def _normalize_answer(answer: object, settings: SubstringSettings | None = None) -> str:
-    text = " ".join(format_answer(answer, "substring").split())
+    text = _normalize_text(format_answer(answer, "substring"))
     if not text:
         raise build_answer_error(answer, "substring", "a text")
     return text
+
+
+def _normalize_text(text: str) -> str:
+    """Compose accents (NFC), and replace each run of blanks and line breaks by a blank."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 @register_reward("substring")
@@ -257,7 +262,7 @@ def substring(
 
     Raises ConfigError if the field is empty.
     """
-    answer, response = _normalize_answer(get_answer(fields, "substring")), " ".join(text.split())
+    answer, response = _normalize_answer(get_answer(fields, "substring")), _normalize_text(text)
     if settings.ignore_case:
         answer, response = answer.casefold(), response.casefold()
     edges = (r"(?<!\w)", r"(?!\w)") if settings.whole_words else ("", "")
