@@ -259,10 +259,10 @@ def spell_as_latex(answer: str) -> str:
 
 def _write_fraction(match: re.Match[str]) -> str:
     """Write a repeating decimal, such as 0.1\\overline{6}, as a fraction."""
-    whole, first, period, begin, middle, end = (group or "" for group in match.groups())
-    whole, period = whole.replace(",", ""), period + begin + middle + end
+    integer, first, period, begin, middle, end = (group or "" for group in match.groups())
+    integer, period = integer.replace(",", ""), period + begin + middle + end
     nines = 10 ** len(period) - 1
-    numerator = int(whole + first + period) - int(f"0{whole}{first}")
+    numerator = int(integer + first + period) - int(f"0{integer}{first}")
     return f"\\frac{{{numerator}}}{{{nines * 10 ** len(first)}}}"
 
 

@@ -40,8 +40,8 @@ _RANGE_END = re.compile(r"\s*(?:to|through|[-~\u2013\u2014]|\.{2,3})\s*(\d+(?:\.
 _LIMIT = re.compile(
     r"\b(?:max(?:imum)?|min(?:imum)?|highest|lowest|perfect|possible)[\s*_.\"'-]*\Z", re.I
 )
-# Behind a number: the whole that it is a part of.
-_WHOLE = re.compile(r"[\s*_]*+(?:(?:/|(?:out\s+)?of(?![a-z]))\s*(\d+(?:[.,]\d+)*)|(%))", re.I)
+# Behind a number: what it is a part of, as in 4/5, 4 out of 5 and 80%.
+_DENOMINATOR = re.compile(r"[\s*_]*+(?:(?:/|(?:out\s+)?of(?![a-z]))\s*(\d+(?:[.,]\d+)*)|(%))", re.I)
 _MAX_LIMIT = 40  # characters before a match that are searched for a word of the scale
 _URL_SETTINGS = "model", "api_key_env", "headers", "timeout_s", "requests_per_s"
 _RESPONSE_FIELDS = ("prompt", "response")  # fields of a template that are no columns
@@ -511,18 +511,18 @@ def _is_scale(match: regex.Match[str]) -> bool:
 
 
 def _read_match(match: regex.Match[str], settings: JudgeSettings) -> float | None:
-    """Return the score of a match: that of a label, a number, or a part of a whole."""
+    """Return the score of a match: that of a label, a number, or a fraction."""
     text = match[1] or ""
     if settings.labels:
         return _parse_labels(settings.labels).get(text.strip().casefold())
-    score, part = _parse_number(text), _WHOLE.match(match.string, max(match.end(1), 0))
+    score, part = _parse_number(text), _DENOMINATOR.match(match.string, max(match.end(1), 0))
     if score is None or part is None:
         return score
-    whole = 100.0 if part[2] else _parse_number(part[1])
-    if whole is None or whole == settings.high:
+    denominator = 100.0 if part[2] else _parse_number(part[1])
+    if denominator is None or denominator == settings.high:
         return score
     # 4/5 on a scale from 0 to 10 is 8; on another scale the judge has used its own.
-    return score / whole * settings.high if whole > 0 and settings.low == 0 else None
+    return score / denominator * settings.high if denominator > 0 and settings.low == 0 else None
 
 
 def _parse_number(text: str) -> float | None:

@@ -177,7 +177,7 @@ def _build_letter_finder(settings: ChoiceSettings) -> FindAnswer:
     )
     begin = f"{_OPENS}{_NAME}{_OPENS}"
     letter = rf"{begin}([{upper}])(?!{is_longer})"
-    said = rf"{_LEADS}(?:{_IS}{letter}|{letter}(?=[*_)\].]*+[ \t]*+(?:\n|\Z)))"
+    statement = rf"{_LEADS}(?:{_IS}{letter}|{letter}(?=[*_)\].]*+[ \t]*+(?:\n|\Z)))"
     another = rf"{begin}(?:(?-i:[{upper}])(?![a-z0-9'])|[{upper}](?=[\W_]*+(?:\n|\Z)))"
     is_list = rf"{_CLOSES}(?:\Z|\n|[,;/&|]|(?:or|and|are|both)(?![a-z]))"
     is_refuted = r"[^\n.]*\b(?:wrong|incorrect|false)\b"
@@ -187,8 +187,8 @@ def _build_letter_finder(settings: ChoiceSettings) -> FindAnswer:
         rf"[,;]?\s*+and(?![a-z])[\s}}]*+{_HEDGE}{another}{_NO_CLAUSE}",
         rf"(?:[,;]|(?<=[^.:\s][ \t]))\s*+{another}(?={is_list})(?!{is_refuted})",
     )
-    patterns = letter, rf"{letter}{_CLOSES}\Z", said, rf"{_CLOSES}(?:{'|'.join(several)})"
-    first_pattern, only_pattern, said_pattern, several_pattern = (
+    patterns = letter, rf"{letter}{_CLOSES}\Z", statement, rf"{_CLOSES}(?:{'|'.join(several)})"
+    first_pattern, only_pattern, statement_pattern, several_pattern = (
         re.compile(pattern, re.IGNORECASE) for pattern in patterns
     )
 
@@ -198,7 +198,7 @@ def _build_letter_finder(settings: ChoiceSettings) -> FindAnswer:
         plain = unicodedata.normalize("NFKC", text if marked is None else marked)
         plain = plain.translate(_QUOTES_AND_DASHES)
         plain = _MATH_MARK.sub(" ", _MACRO.sub("", plain))
-        choices = [] if boxed is not None else list(said_pattern.finditer(plain))
+        choices = [] if boxed is not None else list(statement_pattern.finditer(plain))
         start = only_pattern if marked is None else first_pattern
         match = choices[-1] if choices else start.match(plain)
         if match is None or several_pattern.match(plain, match.end(match.lastindex or 1)):

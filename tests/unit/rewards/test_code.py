@@ -237,7 +237,7 @@ def test_a_long_line_keeps_no_event_loop_waiting(text):
 def test_names_of_typing_need_no_import():
     # As in LeetCode, where problems give such headers.
     solution = "class Solution:\n    def add(self, n: List[int]) -> Optional[int]:\n        "
-    own = "List = list\nprint(List((3,)))\n"
+    shadowing = "List = list\nprint(List((3,)))\n"
     future = '"""A sum."""\nfrom __future__ import annotations\n'
     texts = [
         fenced(f"{solution}return sum(n)\n{READ}print(Solution().add([a, b]))\n"),
@@ -245,7 +245,7 @@ def test_names_of_typing_need_no_import():
         fenced(f"{solution}return sum(m)\n{READ}print(Solution().add([a, b]))\n"),
     ]
     assert [item["reward"] for item in compute(PAIRS, texts)] == [1.0, 1.0, 0.0]
-    assert compute({"inputs": [""], "outputs": ["[3]"]}, [fenced(own)]) == [parts(1, 1)]
+    assert compute({"inputs": [""], "outputs": ["[3]"]}, [fenced(shadowing)]) == [parts(1, 1)]
     tests = {"asserts": ["assert Solution().add([3, 4]) == 7"]}
     assert compute(tests, [fenced(f"{solution}return sum(n)\n")]) == [parts(1, 1)]
 
