@@ -13,6 +13,7 @@ from mcore_rl.agents.environments.base import Attempts, EnvironmentStep, format_
 from mcore_rl.agents.tools.base import ToolError
 from mcore_rl.agents.tools.built_in import calculator
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.thoughts import find_answer
 
 _EXPRESSION = re.compile(r"[\d+\-*/() .]+")  # if there is a digit in it
 _DIGIT = re.compile(r"\d")
@@ -55,7 +56,8 @@ class Countdown:
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         """Check the expression of a turn."""
-        return self._attempts.record(format_feedback(self._find_problem(turn.content)))
+        problem = self._find_problem(find_answer(turn.content))
+        return self._attempts.record(format_feedback(problem))
 
     async def close(self) -> None:
         """Do nothing."""

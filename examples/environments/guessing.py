@@ -11,6 +11,7 @@ from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpe
 from mcore_rl.agents.environments.base import Attempts, EnvironmentStep
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.thoughts import find_answer
 
 _INTEGER = re.compile(r"-?\d+")
 
@@ -58,7 +59,7 @@ class Guessing:
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         """Compare the guess of a turn."""
-        numbers = _INTEGER.findall(turn.content)
+        numbers = _INTEGER.findall(find_answer(turn.content))
         if not numbers:
             feedback = f"Guess a whole number from {self._settings.low} to {self._settings.high}."
         elif (guess := int(numbers[-1][:20])) == self._number:

@@ -21,6 +21,7 @@ from mcore_rl.agents.tools.base import ToolSet
 from mcore_rl.config.checks import check_between, check_choice
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.sample import Sample, TrajectoryStatus
+from mcore_rl.data.thoughts import find_answer
 from mcore_rl.inference.protocol import SamplingParams
 
 READS = ("last", "conversation")
@@ -317,7 +318,7 @@ class UserLoop:
             return []
         text = [message for message in conversation if message.role == "assistant"][-1].content
         if self._settings.reads == "conversation":
-            text = "\n\n".join(f"{message.role}: {message.content}" for message in conversation)
+            text = "\n\n".join(f"{m.role}: {find_answer(m.content)}" for m in conversation)
         return await self._agent.score_samples(task, policy, status, text)
 
     async def _generate(

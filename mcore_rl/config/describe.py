@@ -47,6 +47,7 @@ CHOICES: Mapping[str, Sequence[str]] = {
     "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
     "reference.placement": ("shared", "own"),
     "reward.on_error": resolve_rollout.ON_ERROR,
+    "reward.text": resolve_rollout.REWARD_TEXTS,
     "rollout.backend": resolve_rollout.SERVER_BACKENDS,
     "trainer.mode": resolve.MODES,
     "task.name": tuple(name for name in resolve.TASKS if name),

@@ -25,6 +25,7 @@ LOAD_FORMATS = ("auto", "checkpoint", "dummy")
 MAX_DRAFT = 128  # vLLM's limit (v1/sample/rejection_sampler.py, MAX_SPEC_LEN)
 QUANTIZATIONS = ("fp8_block",)
 ON_ERROR = ("stop", "drop", "zero")
+REWARD_TEXTS = ("answer", "response")
 # Fields of a term of reward.terms: type, and its name in errors.
 _TERM_PARTS: dict[str, tuple[Any, str]] = {
     "name": (str, "text"),
@@ -312,6 +313,7 @@ def resolve_truncation(config: RLConfig) -> None:
 
 def resolve_reward(config: RewardConfig) -> None:
     check_choice("reward.on_error", config.on_error, ON_ERROR)
+    check_choice("reward.text", config.text, REWARD_TEXTS)
     check_positive("reward.timeout_s", config.timeout_s)
     check_at_least("reward.num_processes", config.num_processes, 1)
     for key, given, default in (

@@ -355,6 +355,7 @@ class RewardConfig:
     # instead of reward.name a weighted sum, by names in metrics:
     # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
     terms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    text: str = "answer"  # that rewards read: answer (what follows thoughts), or response (all)
     on_error: str = "stop"  # stop (the run), drop (the response) or zero (its reward)
     timeout_s: float = 60.0  # limit on a call, unless the reward has its own
     num_processes: int = 2  # per server and reward: math, and functions that are not async

@@ -29,6 +29,7 @@ from mcore_rl.config.schema import EvalConfig, RLConfig, ScoringConfig
 from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
 from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.worker_group import wait_until_built
+from mcore_rl.data import thoughts
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import RowImages, load_row_images
@@ -291,6 +292,7 @@ def _evaluate_set(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -
         inputs.find_answer,
         config.scoring,
         servers.stop,
+        config.reward.text,
     )
     _write_file(folder / f"{name}.parquet", samples)
     return compute_metrics(samples, config.ks)
@@ -439,12 +441,14 @@ class SetSamples:
         find_answer: FindAnswer | None,
         config: ScoringConfig,
         stop: Sequence[str] = (),
+        reward_text: str = "answer",
     ) -> SetSamples:
         """Build the table of a set.
 
         Args:
             samples: Samples of the prompts, from a RolloutPool.
             stop: Stop strings of the sampling.
+            reward_text: The text that `find_answer` reads (reward.text).
         """
         group_rows = {group: row for row, group in enumerate(prompts.array("group_ids").tolist())}
         rows = [group_rows[group] for group in samples.array("group_ids").tolist()]
@@ -480,6 +484,9 @@ class SetSamples:
             "reward_error": errors,
         }
         if find_answer is not None:
+            if reward_text == "answer":
+                prompts_of = (prompt_texts[row] for row in prompt_rows)
+                texts = [*map(thoughts.find_answer, texts, prompts_of)]
             answers = [find_answer(t, r) for t, r in zip(texts, reasons, strict=True)]
             columns["extracted_answer"] = answers
         for name in sorted(samples.columns):

@@ -7,6 +7,8 @@ import json
 import re
 import secrets
 import textwrap
+import typing
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +26,20 @@ from mcore_rl.sandbox.sandbox import Sandbox
 # A line that opens or closes a fenced block: blanks, the fence, and the info string.
 _FENCE = re.compile(r"([ \t]*)(`{3,}|~{3,}|)(.*)", re.DOTALL)
 _PYTHON = re.compile(r"\{?\.?(?:python[\d.]*|py3?)(?![\w+#-])", re.IGNORECASE)
-# Runs the program, then each test in its namespace, and prints the key of each that does not raise.
-# Their prints go to stderr, and their stdin is empty.
+# What models write otherwise than CommonMark. Possessive: no line keeps an event loop waiting.
+_ONE_LINE = re.compile(rf"(?<!`)(`{{3,}}+)({_PYTHON.pattern})[ \t]++([^`]+)\1(?!`)", re.IGNORECASE)
+_BEFORE_FENCE = re.compile(
+    r".*[^`\s][ \t]*(`{3,}+)((?:\{?\.?[a-z][\w.+#-]*\}?)?[ \t]*)", re.IGNORECASE
+)
+_AFTER_FENCE = re.compile(r"[ \t]*(?:</\w+>|[.,;:!])?[ \t]*")
+_MARKERS = re.compile(r"([ \t]*+(?:(?:>|[-*+]|\d{1,9}[.)])[ \t]*+)*+)(?=`{3}|~{3})")  # list, quote
+_STATEMENT = re.compile(
+    r"(?:def|class|import|from|for|while|if|with|async|return|print|try)(?![\w=.-])|@\w|"
+    r"[A-Za-z_]\w* = "
+)
+_TYPING = frozenset(name for name in typing.__all__ if name[0].isupper())
+# Runs the program, then each test in its namespace, and prints the key of each that does not raise,
+# or that itself exits with status 0. Their prints go to stderr, and their stdin is empty.
 RUN_ASSERTS = """
 import json, os, sys, types
 
@@ -38,10 +52,18 @@ def run(code, tests, keys, out):
     for number, (test, key) in enumerate(zip(tests, keys)):
         try:
             exec(compile(test, f"test {number}", "exec"), names)
-        except Exception as error:
-            print(f"test {number}: {type(error).__name__}: {error}", file=sys.stderr)
-        else:
-            print(key, file=out, flush=True)
+        except BaseException as error:
+            if not is_own_exit(error):
+                print(f"test {number}: {type(error).__name__}: {error}", file=sys.stderr)
+                continue
+        print(key, file=out, flush=True)
+
+def is_own_exit(error):
+    files, frame = [], error.__traceback__
+    while frame is not None:
+        files.append(frame.tb_frame.f_code.co_filename)
+        frame = frame.tb_next
+    return isinstance(error, SystemExit) and not error.code and "answer.py" not in files
 
 run(**json.load(sys.stdin), out=os.fdopen(os.dup(1), "w"))
 """
@@ -58,7 +80,20 @@ class CodeSettings(SandboxSettings):
 
 
 def _check_tests(answer: object, settings: CodeSettings) -> None:
-    read_tests(answer)
+    """Raise ValueError for tests that no program can pass."""
+    tests = read_tests(answer)
+    for test in tests.get("asserts", ()):
+        try:
+            with warnings.catch_warnings(action="ignore"):
+                compile(test, "test", "exec")
+        except (SyntaxError, ValueError) as error:
+            raise ValueError(f"the test {shorten_repr(test)} is no Python: {error}") from error
+    limit = settings.output_kb << 10
+    if longest := [o for o in tests.get("outputs", ()) if len(o.encode()) > limit]:
+        raise ValueError(
+            f"an expected output has {len(longest[0].encode())} bytes; allowed: up to {limit} "
+            "(output_kb)"
+        )
 
 
 @register_reward("code")
@@ -84,7 +119,7 @@ def code(
     program = find_last_program(text)
     if program is None:
         return {"reward": 0.0, "passed": 0.0, "answered": 0.0, "unchecked": 0.0}
-    sandbox = _get_sandbox(settings)
+    sandbox, program = _get_sandbox(settings), import_typing(program)
     if "asserts" in tests:
         passed = _count_asserts(sandbox, program, tests["asserts"]) / len(tests["asserts"])
     else:
@@ -97,7 +132,8 @@ def code(
 def find_last_program(text: str) -> str | None:
     """Return the last complete block of Python; without one, the last that names no language.
 
-    The indentation of the fence, and the common indentation of the lines, are removed.
+    The indentation of the fence, marks of a list or a quote around it, and the common indentation
+    of the lines are removed.
     """
     blocks = list(_iterate_blocks(text))
     python = [program for language, program in blocks if _PYTHON.match(language)]
@@ -105,27 +141,75 @@ def find_last_program(text: str) -> str | None:
     return programs[-1] if programs else None
 
 
+def import_typing(program: str) -> str:
+    """Import the names of typing that a program uses, such as List; its own imports come later."""
+    names = sorted(_TYPING & {*re.findall(r"\b[A-Z]\w*", program)})
+    if not names:
+        return program
+    future = list(re.finditer(r"^from __future__ import [^(\n]*\n", program, re.MULTILINE))
+    start = future[-1].end() if future else 0
+    return f"{program[:start]}from typing import {', '.join(names)}\n{program[start:]}"
+
+
+@dataclass(slots=True)
+class _Block:
+    """An open fenced block."""
+
+    fence: str
+    language: str
+    indent: int  # columns before the fence
+    margin: str  # blanks to remove from each line
+    num_quotes: int  # marks > before the fence
+    lines: list[str]
+
+
 def _iterate_blocks(text: str) -> Iterator[tuple[str, str]]:
     """Yield language and content of each complete fenced block.
 
-    As in CommonMark, with two exceptions for what models write: text may follow the closing fence
-    after a blank, and a fence with a language closes the open block and begins another.
+    As in CommonMark, with exceptions for what models write: text may stand before the opening
+    fence and, after a blank, behind the closing one; code may begin on the line of the opening
+    fence, and end on that of the closing one; and a fence with a language closes the open block and
+    begins another.
     """
-    fence, language, lines = "", "", list[str]()  # of the open block; no fence: none is open
-    indent, margin = 0, ""
+    block: _Block | None = None
     for line in re.split("\r\n?|\n", text):
+        if block is None:
+            for match in _ONE_LINE.finditer(line):
+                yield match[2], f"{match[3].strip()}\n"
+            block = _open_block(_ONE_LINE.sub("", line))
+            continue
+        if block.num_quotes:
+            line = re.sub(rf"[ \t]*(?:> ?){{1,{block.num_quotes}}}", "", line, count=1)
         blanks, marks, info = _FENCE.match(line).groups()  # type: ignore[union-attr]
-        depth = len(blanks.expandtabs(4))
-        has_language = bool(marks and info.strip()) and info[0] not in " \t"
-        if fence and marks.startswith(fence) and depth < indent + 4:
-            yield language, _dedent(lines)
-            fence, may_open = "", has_language
+        code, fence, after = line.partition(block.fence)
+        if marks.startswith(block.fence) and len(blanks.expandtabs(4)) < block.indent + 4:
+            yield block.language, _dedent(block.lines)
+            block = _open_block(line if re.match(r"[A-Za-z{]", info) else info)
+        elif code.strip() and fence and _AFTER_FENCE.fullmatch(after):
+            yield block.language, _dedent([*block.lines, code.removeprefix(block.margin).rstrip()])
+            block = None
         else:
-            may_open = bool(marks) and not fence
-        if may_open and not (marks[0] == "`" and "`" in info):
-            fence, language, lines, indent, margin = marks, info.strip(), [], depth, blanks
-        elif fence:
-            lines.append(line.removeprefix(margin))
+            block.lines.append(line.removeprefix(block.margin))
+
+
+def _open_block(line: str) -> _Block | None:
+    """Return the block that a line opens; None if it opens none."""
+    markers, marks, info, margin = _MARKERS.match(line), "", "", ""
+    if markers:
+        marks, info = _FENCE.match(line, markers.end()).groups()[1:]  # type: ignore[union-attr]
+        margin = "" if markers[1].strip() else markers[1]
+    if not marks or (marks[0] == "`" and "`" in info):
+        before, markers = _BEFORE_FENCE.fullmatch(line), None
+        if before is None or not line.count(before[1]) % 2:
+            return None
+        (marks, info), margin = before.groups(), ""
+    prefix = markers[1] if markers else ""
+    indent, num_quotes = len(prefix.expandtabs(4)), prefix.count(">")
+    block = _Block(marks, info.strip(), indent, margin, num_quotes, [])
+    language = _PYTHON.match(block.language)
+    if language and _STATEMENT.match(code := block.language[language.end() :].lstrip()):
+        block.lines.append(code)
+    return block
 
 
 def _dedent(lines: list[str]) -> str:

@@ -14,6 +14,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_rollout import RewardTerm, list_reward_terms
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.data.sample import Sample
+from mcore_rl.data.thoughts import find_answer
 from mcore_rl.rewards.processes import (
     CallError,
     CallTimeoutError,
@@ -124,7 +125,7 @@ class RewardManager:
         Args:
             config: Rewards and limits.
             max_tokens: Limit of response tokens to check settings against; None: unknown.
-            decode: Text of token ids; None if no reward is called.
+            decode: Text of token ids, with special tokens. None: prompts open no thoughts.
 
         Raises:
             ConfigError: a reward or a setting is not valid.
@@ -142,7 +143,7 @@ class RewardManager:
 
         Args:
             samples: Responses to one prompt.
-            texts: Their texts, without the end token.
+            texts: Their texts, without the end token; of an agent, what its loop has rewarded.
             max_tokens: Limit of their tokens.
             where: Description of the prompt, for errors.
 
@@ -153,6 +154,8 @@ class RewardManager:
         results: list[dict[str, _Result]] = [{} for _ in samples]  # by term
         turns = [sample.turn_texts or [text] for sample, text in zip(samples, texts, strict=True)]
         turn_ids = [sample.turn_token_ids or [sample.response_ids] for sample in samples]
+        prompt_ends = [self._decode_prompt_end(sample) for sample in samples]
+        texts = [*map(self._choose_text, texts, turns, prompt_ends)]
         for term in self._terms:
             rows = [row for row, sample in enumerate(samples) if not sample.reward_error]
             calls = [
@@ -165,7 +168,7 @@ class RewardManager:
                     "messages": samples[row].messages,
                     "turns": turns[row],
                     "turn_token_ids": turn_ids[row],
-                    "prompt_end": self._decode_prompt_end(term, samples[row]),
+                    "prompt_end": prompt_ends[row],
                     "rewards": {n: earlier.values["reward"] for n, earlier in results[row].items()},
                 }
                 for row in rows
@@ -234,8 +237,22 @@ class RewardManager:
             unchecked=options.unchecked if options is not None else None,
         )
 
-    def _decode_prompt_end(self, term: _Term, sample: Sample) -> str:
-        if self._decode is None or "prompt_end" not in term.parameters:
+    def _choose_text(self, text: str, turns: Sequence[str], prompt_end: str) -> str:
+        """Return the text that rewards read of a response (reward.text).
+
+        Args:
+            text: The response, or what an agent's loop gives: the content of its last turn,
+                mostly without thoughts, or a text of its own.
+            turns: All turns, with thoughts.
+        """
+        content = text.strip()
+        if self._config.text == "response":
+            return turns[-1] if content in turns[-1] else text
+        # A content that is the whole turn may have the thoughts that the prompt has opened.
+        return find_answer(text, prompt_end if content == turns[-1].strip() else "")
+
+    def _decode_prompt_end(self, sample: Sample) -> str:
+        if self._decode is None:
             return ""
         start = sample.turn_spans[-1].start if sample.turn_spans else 0
         before = [*sample.prompt_ids[-_PROMPT_END_TOKENS:], *sample.response_ids[:start]]

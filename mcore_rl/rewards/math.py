@@ -27,7 +27,8 @@ from mcore_rl.rewards.registry import (
 
 _UNCHECKED = {"reward": 0.0, "answered": 1.0, "unchecked": 1.0}
 _NUMBER = r"-?(?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9]+)(?:\.[0-9]+)?"
-_FINAL_LINE = re.compile(rf"#### ({_NUMBER})")
+_CURRENCY = r"(?:\\?\$|[\xa3\xa5\N{EURO SIGN}])?"
+_FINAL_LINE = re.compile(rf"#### (?:(-){_CURRENCY}(?!-)|{_CURRENCY})({_NUMBER})")
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,10 @@ def _build_final_line_finder(settings: None) -> FindAnswer:
     """Return the finder of the number in a last line `#### NUMBER` of a finished response."""
 
     def find(text: str, finish_reason: str) -> str | None:
-        match = _FINAL_LINE.fullmatch(text.rpartition("\n")[2])
-        return match[1].replace(",", "") if match and finish_reason == "stop" else None
+        match = _FINAL_LINE.fullmatch(text.rstrip().rpartition("\n")[2])
+        if match is None or finish_reason != "stop":
+            return None
+        return f"{match[1] or ''}{match[2]}".replace(",", "")
 
     return find
 
@@ -77,10 +80,11 @@ def _check_number(answer: object, settings: None) -> None:
 def final_number(text: str, fields: Mapping[str, Any], finish_reason: str) -> dict[str, float]:
     """Return 1.0 if the last line of a finished response is `#### ` and the number in `answer`.
 
-    A response cut off by the length limit earns nothing: its last line may be incomplete. `format`
-    is 1.0 if the response ends with such a line, right or wrong. Numbers are compared as text
-    without thousands separators, so `07` is not `7`. Raises ConfigError if the field is missing, or
-    neither text nor a number.
+    Blanks and line breaks may follow, and a sign of a currency may precede the digits. A response
+    cut off by the length limit earns nothing: its last line may be incomplete. `format` is 1.0 if
+    the response ends with such a line, right or wrong. Numbers are compared as text without
+    thousands separators, so `07` is not `7`. Raises ConfigError if the field is missing, or neither
+    text nor a number.
     """
     answer = get_answer(fields, "final_number").strip().replace(",", "")
     number = _build_final_line_finder(None)(text, finish_reason)
@@ -92,8 +96,11 @@ def _convert_answer(answer: object, settings: MathSettings | None = None) -> str
     text = format_answer(answer, "math")
     boxed = find_last_boxed(text)
     latex = text if boxed is None else boxed
-    if not latex.strip(" \t\n$.") or not has_balanced_braces(latex):
+    if not _DELIMITER.sub("", latex).strip(" \t\n.") or not has_balanced_braces(latex):
         raise build_answer_error(answer, "math", "what can be in a \\boxed{}")
+    if escape := _ESCAPED_COMMAND.search(latex):
+        allowed = f"a backslash in place of {escape[0]!r}, which an escape sequence has replaced"
+        raise build_answer_error(answer, "math", allowed)
     return spell_as_latex(latex)
 
 
@@ -125,7 +132,8 @@ def math(
         parsed = _parse_whole(latex)
     else:
         parsed = [] if settings.boxed_only else _parse_last(text)
-    is_equal = _has_same_bases(gold_latex, latex) and grader.verify(
+    is_comparable = _has_same_bases(gold_latex, latex) and _has_same_moduli(answer, boxed or "")
+    is_equal = is_comparable and grader.verify(
         gold,
         parsed,
         float_rounding=settings.digits,
@@ -162,17 +170,55 @@ _NAMES = (
 )
 _OPENS = r"(?:\(|\\(?:text|mathrm)\{|(?<![A-Za-z}])\{)"
 _DIGITS_IN_BASE = re.compile(r"([0-9A-Z]*\d[0-9A-Z]*)_\{?(\d+)")
+_DELIMITER = re.compile(r"\$|(?<!\\)\\[()\[\]]")
+# Commands such as \frac, \boxed and \theta as a program reads them in a text that is not raw.
+_ESCAPED_COMMAND = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]|"
+    r"\t(?:ext\w*|frac|imes|heta|an|au|o|riangle)(?![A-Za-z])|"
+    r"\r(?:ight|ho|angle|brace|brack|floor|ceil|vert)(?![A-Za-z])|\n(?:eq|eg|otin|abla)(?![A-Za-z])"
+)
+_CIRC = r"\s*\^\s*(?:\{\s*\\circ\s*\}|\\circ)"
+_DEGREES = re.compile(rf"(\\[dt]?frac\{{\d+\}}\{{\d+\}}|\d+\.?\d*|\.\d+|\\?[A-Za-z]+){_CIRC}")
+_ANGLE = (
+    rf"(?:\\left)?\((?:[^()]|\([^()]*\))*\)|\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|{_DEGREES.pattern}"
+)
+_TRIGONOMETRY = re.compile(
+    rf"(\\(?:sin|cos|tan|cot|sec|csc)(?:\s*\^\s*(?:\{{[^{{}}]*\}}|\d))?\s*)({_ANGLE})"
+)
+_REPEATING = re.compile(
+    r"(\d{1,3}(?:,\d{3})+|\d{0,50})\.(\d{0,50})"
+    r"(?:\\(?:overline|bar)\s*\{?(\d{1,50})\}?|\\dot\s*\{?(\d)\}?(?:(\d{0,50})\\dot\s*\{?(\d)\}?)?)"
+)
+# A modulus behind a number: \pmod{12}, (\bmod 12), (mod 12).
+_MODULUS = re.compile(
+    r"(?:\s|~|\\[ ,;:!]|\\q?quad){0,20}(?:\\pmod\s*(?:\{([^{}]+)\}|(\w))|"
+    r"\(\s*(?:\\[bp]?mod|\\(?:text|mathrm|operatorname)\{\s*mod\s*\}?|mod)(?![A-Za-z])"
+    r"(?:[\s{]|\\[ ,;:!])*([^(){}]{1,40}?)[\s}]{0,40}\))"
+)
+_FRACTION = r"\\([dt]?(?:frac|binom))\s*(\d)\s*(\d)"
 # Spellings that are no LaTeX, or LaTeX that math-verify misreads, with a replacement; in order.
 _SPELLINGS = [
     (re.compile(pattern), latex)
     for pattern, latex in [
+        (r"\\l(?:brace|Brace)(?![A-Za-z])", r"\\{"),
+        (r"\\r(?:brace|Brace)(?![A-Za-z])", r"\\}"),
+        (r"\\lbrack(?![A-Za-z])", "["),
+        (r"\\rbrack(?![A-Za-z])", "]"),
+        (r"\\langle(?![A-Za-z])", "("),
+        (r"\\rangle(?![A-Za-z])", ")"),
+        (r"\\mathrm\s*\{\s*([ei])\s*\}", r"\1"),
+        (r"\\bmod(?![A-Za-z])", r"\\mod"),
+        (r"\\lg(?![A-Za-z])", r"\\log_{10} "),
+        (_FRACTION, r"\\\1{\2}{\3}"),
         (r"\\varnothing(?![A-Za-z])", r"\\emptyset "),
         (r"\\degree(?![A-Za-z])", r"^\\circ "),
         (r"(\^\{?\\circ\}?)\s*(?:\\(?:text|mathrm)\{\s*)?[CF]\}?$", r"\1"),
         (r"\\mathbb\s*([A-Z])", r"\\mathbb{\1}"),
         (r"(?<![A-Za-z\\])(?:infinity|inf)(?![A-Za-z])", r"\\infty "),
         (rf"(?<![A-Za-z\\])({_NAMES})(?![A-Za-z])", r"\\\1 "),
+        (r"\\log\s*_\s*(\d+)\s+", r"\\log_{\1} "),
         (r"(?<![A-Za-z\\])sqrt\s*(?=[\da-zA-Z])", r"\\sqrt "),
+        (r"\\\\\s*\[[\d.]+\s*[a-z]{2}\]", r"\\\\"),  # the distance to the next row
         (r"(?<![\w.\\])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}"),
         (r"(?<=\d)\s*[xX]\s*(?=10\s*(?:\^|\*\*))", r"\\times "),
         (r"\*\*", "^"),
@@ -195,7 +241,8 @@ def spell_as_latex(answer: str) -> str:
     >>> spell_as_latex("1e-3")
     '$\\boxed{1\\times 10^{-3}}$'
     """
-    text = answer.replace("\\$", "").replace("$", "").strip().rstrip(".").strip()
+    text = _DELIMITER.sub(" ", answer.replace("\\$", "").replace("$", ""))
+    text = text.strip().rstrip(".").strip()
     text = _SUPERSCRIPT.sub(lambda match: f"^{{{unicodedata.normalize('NFKC', match[0])}}}", text)
     text = re.sub(r"(?<=\d)(?=[\xbc-\xbe])", " ", text)  # 3 and a half
     text = unicodedata.normalize("NFKC", text.translate(_SIGNS)).translate(_SIGNS)
@@ -203,9 +250,37 @@ def spell_as_latex(answer: str) -> str:
     percent = "%" * (words != text)
     if re.fullmatch(rf"(?!(?:{_NAMES}|inf|infinity)\Z)[A-Za-z][A-Za-z ]{{2,}}", words):
         return f"$\\boxed{{\\text{{{words}}}}}${percent}"
+    words = _REPEATING.sub(_write_fraction, _MODULUS.sub("", words))
     for pattern, latex in _SPELLINGS:
         words = pattern.sub(latex, words)
+    words = _TRIGONOMETRY.sub(_write_radians, words)
     return f"$\\boxed{{{words}}}${percent}"
+
+
+def _write_fraction(match: re.Match[str]) -> str:
+    """Write a repeating decimal, such as 0.1\\overline{6}, as a fraction."""
+    integer, first, period, begin, middle, end = (group or "" for group in match.groups())
+    integer, period = integer.replace(",", ""), period + begin + middle + end
+    nines = 10 ** len(period) - 1
+    numerator = int(integer + first + period) - int(f"0{integer}{first}")
+    return f"\\frac{{{numerator}}}{{{nines * 10 ** len(first)}}}"
+
+
+def _write_radians(match: re.Match[str]) -> str:
+    """Write the degrees in the argument of a trigonometric function as radians.
+
+    math-verify drops them, as a unit.
+    """
+    return match[1] + _DEGREES.sub(r"\\left(\\frac{\1 \\pi}{180}\\right)", match[2])
+
+
+def _has_same_moduli(gold: str, answer: str) -> bool:
+    """Return whether moduli are equal, if both answers have any."""
+    moduli = [
+        sorted("".join(groups).replace(" ", "") for groups in _MODULUS.findall(text))
+        for text in (gold, answer)
+    ]
+    return not all(moduli) or moduli[0] == moduli[1]
 
 
 def _has_same_bases(gold: str, answer: str) -> bool:
@@ -222,7 +297,19 @@ def _parse_whole(latex: str) -> list[Any]:
     from math_verify import LatexExtractionConfig, parse
 
     kinds = (LatexExtractionConfig(boxed_match_priority=0),)
-    return parse(latex, kinds, parsing_timeout=None, extraction_mode="first_match")
+    parsed = parse(latex, kinds, parsing_timeout=None, extraction_mode="first_match")
+    return [*map(_replace_unit, parsed)]
+
+
+def _replace_unit(parsed: Any) -> Any:
+    """Replace i by the imaginary unit in a formula without other symbols, and in x = i."""
+    from sympy import Basic, Eq, I, Symbol
+
+    if isinstance(parsed, Eq) and isinstance(parsed.lhs, Symbol):
+        return Eq(parsed.lhs, _replace_unit(parsed.rhs), evaluate=False)
+    symbols = parsed.free_symbols if isinstance(parsed, Basic) else ()
+    is_complex = {symbol.name for symbol in symbols} == {"i"}
+    return parsed.subs(dict.fromkeys(symbols, I)) if is_complex else parsed
 
 
 def _parse_last(text: str) -> list[Any]:

@@ -1,9 +1,11 @@
 """Registry of rewards, by name or by import path, and decorators for their functions.
 
-A reward reads the text of a response, the fields of its prompt and its finish reason. It returns a
-dict of finite numbers, with the total under "reward" and other metrics under other names, the same
-names for every response. "turn_rewards" may be a list: the share of the total of each turn of the
-policy. "token_rewards" may be a list of lists: the share of each token of each turn.
+A reward reads the text of a response, the fields of its prompt and its finish reason. The text is
+the answer, behind the thoughts of a reasoning model, unless reward.text=response; `turns` have all.
+It returns a dict of finite numbers, with the total under "reward" and other metrics under other
+names, the same names for every response. "turn_rewards" may be a list: the share of the total of
+each turn of the policy. "token_rewards" may be a list of lists: the share of each token of each
+turn.
 
 A batched reward takes the lists `texts`, `fields` and `finish_reasons` of some or all responses to
 one prompt, and returns a list of such results; an exception in the list fails that response only.

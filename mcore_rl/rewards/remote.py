@@ -22,6 +22,7 @@ from mcore_rl.config.checks import check_at_least, check_positive, read_secret
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_function
 from mcore_rl.config.json_file import parse_json_object
+from mcore_rl.data.thoughts import find_answer
 from mcore_rl.rewards.processes import CallTimeoutError, call_in_thread, wait_within
 from mcore_rl.rewards.registry import gives, register_reward, shorten_repr
 
@@ -35,6 +36,13 @@ Post = Callable[[Mapping[str, object]], Awaitable[dict[str, Any]]]
 _PATTERN_S = 1.0  # per verdict; a regular expression may backtrack for years
 _PARSER_S = 10.0  # per verdict, of a user's parser
 _RANGE_END = re.compile(r"\s*(?:to|through|[-~\u2013\u2014]|\.{2,3})\s*(\d+(?:\.\d+)?)")
+# Before a match: "Maximum score: 10" and "max_score": 10 are the scale.
+_LIMIT = re.compile(
+    r"\b(?:max(?:imum)?|min(?:imum)?|highest|lowest|perfect|possible)[\s*_.\"'-]*\Z", re.I
+)
+# Behind a number: what it is a part of, as in 4/5, 4 out of 5 and 80%.
+_DENOMINATOR = re.compile(r"[\s*_]*+(?:(?:/|(?:out\s+)?of(?![a-z]))\s*(\d+(?:[.,]\d+)*)|(%))", re.I)
+_MAX_LIMIT = 40  # characters before a match that are searched for a word of the scale
 _URL_SETTINGS = "model", "api_key_env", "headers", "timeout_s", "requests_per_s"
 _RESPONSE_FIELDS = ("prompt", "response")  # fields of a template that are no columns
 
@@ -286,8 +294,10 @@ class JudgeSettings(RemoteSettings):
     template: str = ""  # the judge's prompt, with {prompt}, {response} and {COLUMN}
     template_file: str = ""  # or a file with the template
     # Python's re with one group: the last match in a verdict is the score. A number that begins a
-    # range, as in "Score: 0 to 10", is the scale and no score.
-    pattern: str = r"""(?i:score)[\s*]*+(?:\([^()]*\))?["'\s:*=]*+(-?\d+(?:\.\d+)?)"""
+    # range, as in "Score: 0 to 10", is the scale and no score, as is a "Maximum score: 10".
+    pattern: str = (
+        r"""(?i:score)[\s*]*+(?:\([^()]*\))?["'\s:*=]*+(-?\d+(?:[.,]\d+)*(?:[eE][+-]?\d+)?)"""
+    )
     labels: str = ""  # LABEL=SCORE,...: scores of the group if it is no number
     parser: str = ""  # instead of both: import path of a function of a verdict
     low: float = 0.0  # least score, a reward of 0
@@ -379,7 +389,7 @@ async def judge(
         "max_tokens": settings.max_tokens,
         "n": settings.votes,
     }
-    verdicts = _list_verdicts(await post(request), settings)
+    verdicts = [*map(find_answer, _list_verdicts(await post(request), settings))]
     results = [await _read_score(verdict, settings) for verdict in verdicts]
     scores = [score for score in results if score is not None]
     if not scores:
@@ -484,23 +494,46 @@ def _score_verdict(verdict: str, settings: JudgeSettings) -> float | None:
     else:
         compiled = regex.compile(settings.pattern)
         matches = compiled.finditer(verdict, timeout=_PATTERN_S, concurrent=True)
-        groups = [match[1] or "" for match in matches if not _is_range_start(match)]
-        score = _parse_score(groups[-1], settings.labels) if groups else None
+        scores = [m for m in matches if settings.labels or not _is_scale(m)]
+        score = _read_match(scores[-1], settings) if scores else None
     if score is None:
         return None
     return float(score) if settings.low <= score <= settings.high else None  # false for NaN
 
 
-def _is_range_start(match: regex.Match[str]) -> bool:
+def _is_scale(match: regex.Match[str]) -> bool:
+    """Return whether a match begins a range, or is the largest or least score."""
     end = _RANGE_END.match(match.string, max(match.end(1), 0))
-    start = _parse_score(match[1] or "", "")
-    return end is not None and start is not None and start < float(end[1])
+    start = _parse_number(match[1] or "")
+    is_range = end is not None and start is not None and start < float(end[1])
+    before = match.string[max(0, match.start() - _MAX_LIMIT) : match.start()]
+    return is_range or _LIMIT.search(before) is not None
 
 
-def _parse_score(text: str, labels: str) -> float | None:
-    if labels:
-        return _parse_labels(labels).get(text.strip().casefold())
+def _read_match(match: regex.Match[str], settings: JudgeSettings) -> float | None:
+    """Return the score of a match: that of a label, a number, or a fraction."""
+    text = match[1] or ""
+    if settings.labels:
+        return _parse_labels(settings.labels).get(text.strip().casefold())
+    score, part = _parse_number(text), _DENOMINATOR.match(match.string, max(match.end(1), 0))
+    if score is None or part is None:
+        return score
+    denominator = 100.0 if part[2] else _parse_number(part[1])
+    if denominator is None or denominator == settings.high:
+        return score
+    # 4/5 on a scale from 0 to 10 is 8; on another scale the judge has used its own.
+    return score / denominator * settings.high if denominator > 0 and settings.low == 0 else None
+
+
+def _parse_number(text: str) -> float | None:
+    """Return a number with a decimal point or comma, or with thousands separators.
+
+    >>> [_parse_number(text) for text in ("7,5", "8,000", "0,500", "1e1", "3,4,5")]
+    [7.5, 8000.0, 0.5, 10.0, None]
+    """
+    if re.fullmatch(r"-?[1-9]\d{0,2}(?:,\d{3})+(?:\.\d+)?", text):
+        text = text.replace(",", "")
     try:
-        return float(text)
+        return float(text.replace(",", "."))
     except ValueError:
         return None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,8 +22,6 @@ from mcore_rl.rewards.registry import (
     run_in_process,
     with_answers,
 )
-
-_MATH_MARK = re.compile(r"\\?\$|\\[()\[\]]")  # delimiters of mathematics
 
 
 @dataclass(frozen=True)
@@ -86,13 +86,17 @@ def check_tags(
     """Return 1.0 if the response consists of the tags, each once, with any text in them.
 
     With tags=think,answer: <think>...</think><answer>...</answer>, with blanks or line breaks
-    around them. The chat template may have opened the first tag at the end of the prompt. The last
-    turn of an agent is checked, with or without its reasoning.
+    around them. The chat template may have opened the first tag at the end of the prompt, or also
+    closed it. The response, or the last turn of an agent, is checked with its thoughts, and
+    without.
     """
-    first = f"<{settings.names[0]}>"
-    opened = first if prompt_end.rstrip().endswith(first) else ""
-    bodies = text, *turns[-1:]
-    return {"reward": float(any(_has_tags(opened + body, settings.names) for body in bodies))}
+    first = settings.names[0]
+    opened = re.search(rf"<{first}>(\s*</{first}>)?\s*\Z", prompt_end)
+    prefixes = [opened[0]] if opened else [""]
+    if opened and opened[1]:
+        prefixes.append("")  # thoughts that the prompt has closed may begin again
+    bodies = [prefix + body for prefix in prefixes for body in (text, *turns[-1:])]
+    return {"reward": float(any(_has_tags(body, settings.names) for body in bodies))}
 
 
 def _has_tags(text: str, tags: Sequence[str]) -> bool:
@@ -112,33 +116,102 @@ def _has_tags(text: str, tags: Sequence[str]) -> bool:
 @gives("unchecked")
 @run_in_process(unchecked={"reward": 0.0, "unchecked": 1.0})
 def match_pattern(
-    text: str, fields: Mapping[str, Any], finish_reason: str, settings: PatternSettings
+    text: str,
+    fields: Mapping[str, Any],
+    finish_reason: str,
+    settings: PatternSettings,
+    turns: Sequence[str] = (),
 ) -> dict[str, float]:
-    """Return 1.0 if the whole response matches a regular expression.
+    """Return 1.0 if the whole response, or last turn, matches a regular expression.
 
-    `unchecked` is 1.0 if the match took longer than timeout_s: an expression may backtrack for
-    years.
+    It is matched with its thoughts. `unchecked` is 1.0 if the match took longer than timeout_s: an
+    expression may backtrack for years.
     """
-    matched = re.fullmatch(settings.pattern, text, re.DOTALL)
+    matched = re.fullmatch(settings.pattern, turns[-1] if turns else text, re.DOTALL)
     return {"reward": float(matched is not None), "unchecked": 0.0}
 
 
+_QUOTES_AND_DASHES = str.maketrans(
+    dict.fromkeys("\N{LEFT SINGLE QUOTATION MARK}\N{RIGHT SINGLE QUOTATION MARK}", "'")
+    | dict.fromkeys("\N{LEFT DOUBLE QUOTATION MARK}\N{RIGHT DOUBLE QUOTATION MARK}\xab\xbb", '"')
+    | dict.fromkeys("\N{EN DASH}\N{EM DASH}\N{RIGHTWARDS ARROW}", "-")
+)
+# Patterns of `choice`, without regard to case. Possessive, because backtracking over many stars
+# takes cubic time and blocks the event loop.
+_OPENS = r"[\s*_(\[{\"'`]*+"
+_CLOSES = r"[\s*_)\]}\"'`.:]*+"
+_NAME = (
+    r"(?:(?:the\s++)?(?:(?:correct|right|best)\s++)?(?:option|choice|letter)(?![a-z])[\s*_:]*+)?+"
+)
+_LEADS = (
+    r"(?:answer|(?:correct|right|best|final)\s++(?:option|choice)|答案)(?![a-z])[\s*_\"')\]]*+"
+    r"(?:(?:to|for)\s++(?:the|this)\s++(?:question|problem)\s++)?+"
+)
+_IS = (
+    r"(?:(?:is|(?:would|should|must|will)\s++be)(?![a-z])[\s*_]*+"
+    r"(?:(?:therefore|thus|hence|clearly|definitely|indeed)(?![a-z])[\s,]*+)?+:?|"
+    r"[:=]++|-++>?|[是为选]:?)"
+)
+# Words that may follow a letter; before others "a" and "I" are words of a sentence.
+_CONTINUES = (
+    r"(?:because|since|as|is|and|or|which|due|given|for|with|by|from|based|in|on|that|while|not|"
+    r"but|if|when|so|according)(?![a-z])"
+)
+_HEDGE = r"(?:(?:possibly|maybe|perhaps|also|even)(?![a-z])\s*+)?+"
+_NO_CLAUSE = r"(?!\s++(?:is|was|does|has|can|would)(?![a-z]))"
+_MACRO = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textsf|texttt|mathrm|mathbf|mathsf|mathit|mathtt|boldsymbol|"
+    r"operatorname)\s*\{"
+)
+_MATH_MARK = re.compile(r"\\?\$|\\[()\[\] ,;:!]|~|\\q?quad(?![A-Za-z])")  # and blanks of LaTeX
+
+
+@functools.cache
 def _build_letter_finder(settings: ChoiceSettings) -> FindAnswer:
-    # Possessive, because backtracking over many stars takes cubic time and blocks the event loop.
-    style = r"[\s*_(\[]*+(?:\\(?:text|mathrm|mathbf|textbf|boldsymbol)\{[\s*_(\[]*+)?"
-    letter = rf"{style}([{settings.letters}])(?![A-Za-z0-9']|\\text\{{[A-Za-z0-9])"
+    """Find the letter that a response chooses; none if it chooses several."""
+    upper, lower = settings.letters, settings.letters.lower()
+    # No word, formula, possessive or abbreviation: AB, A_1, A + B, A's, A-level, A.I.
+    is_longer = (
+        r"[a-z0-9+#^]|_[a-z0-9]|['-][a-z0-9]|\.[a-z0-9](?![a-z])|\s*+[+^=<>]\s*+[a-z0-9(\\]|"
+        rf"\s*+\\[a-z]|(?-i:(?<=[{lower}AI]))[ \t]++(?!{_CONTINUES})[a-z]"
+    )
+    begin = f"{_OPENS}{_NAME}{_OPENS}"
+    letter = rf"{begin}([{upper}])(?!{is_longer})"
+    statement = rf"{_LEADS}(?:{_IS}{letter}|{letter}(?=[*_)\].]*+[ \t]*+(?:\n|\Z)))"
+    another = rf"{begin}(?:(?-i:[{upper}])(?![a-z0-9'])|[{upper}](?=[\W_]*+(?:\n|\Z)))"
+    is_list = rf"{_CLOSES}(?:\Z|\n|[,;/&|]|(?:or|and|are|both)(?![a-z]))"
+    is_refuted = r"[^\n.]*\b(?:wrong|incorrect|false)\b"
+    several = (
+        r"[,;]?\s*+\(?(?:(?:and/or|or|versus|vs\.?)(?![a-z])|\\?&|[/|])[\s,}]*+"
+        rf"{_HEDGE}{another}",
+        rf"[,;]?\s*+and(?![a-z])[\s}}]*+{_HEDGE}{another}{_NO_CLAUSE}",
+        rf"(?:[,;]|(?<=[^.:\s][ \t]))\s*+{another}(?={is_list})(?!{is_refuted})",
+    )
+    patterns = letter, rf"{letter}{_CLOSES}\Z", statement, rf"{_CLOSES}(?:{'|'.join(several)})"
+    first_pattern, only_pattern, statement_pattern, several_pattern = (
+        re.compile(pattern, re.IGNORECASE) for pattern in patterns
+    )
 
     def find(text: str, finish_reason: str) -> str | None:
         boxed = find_last_boxed(text)
-        plain = _MATH_MARK.sub(" ", text if boxed is None else boxed)
-        if boxed is not None:
-            letters = re.findall(rf"\A{letter}", plain)
-        else:
-            letters = re.findall(rf"(?i:answer)[*_]*+(?:\s++(?i:is))?[*_]*+:?{letter}", plain)
-            letters = letters or re.findall(rf"\A{letter}[\s*_)}}\].]*\Z", plain)
-        return letters[-1] if letters else None
+        marked = _find_last_tagged(text) if boxed is None else boxed
+        plain = unicodedata.normalize("NFKC", text if marked is None else marked)
+        plain = plain.translate(_QUOTES_AND_DASHES)
+        plain = _MATH_MARK.sub(" ", _MACRO.sub("", plain))
+        choices = [] if boxed is not None else list(statement_pattern.finditer(plain))
+        start = only_pattern if marked is None else first_pattern
+        match = choices[-1] if choices else start.match(plain)
+        if match is None or several_pattern.match(plain, match.end(match.lastindex or 1)):
+            return None
+        return match[match.lastindex or 1].upper()
 
     return find
+
+
+def _find_last_tagged(text: str) -> str | None:
+    """Return the content of the last <answer></answer>."""
+    _, begin, content = text.rpartition("</answer>")[0].rpartition("<answer>")
+    return content if begin else None
 
 
 def _parse_letter(answer: object, settings: ChoiceSettings) -> str:
@@ -157,9 +230,10 @@ def choice(
 ) -> dict[str, float]:
     """Return 1.0 if the response chooses the letter in the field `answer`; `answered`: any letter.
 
-    The choice is the content of the last \\boxed{}; else the last letter after "answer", with at
-    most "is", ":" and marks between; else the response, if it is a letter only. (B), B. and **B**
-    are B. Raises ConfigError if the field is none of the letters.
+    The choice is the content of the last \\boxed{}, else of the last <answer></answer>; else the
+    last letter after "answer" or "correct option", with "is", ":" or the like between; else the
+    response, if it is a letter only. (B), b., **B**, "B" and Option B are B. Several letters are no
+    choice. Raises ConfigError if the field is none of the letters.
     """
     answer = _parse_letter(get_answer(fields, "choice"), settings)
     letter = _build_letter_finder(settings)(text, finish_reason)
@@ -167,10 +241,15 @@ def choice(
 
 
 def _normalize_answer(answer: object, settings: SubstringSettings | None = None) -> str:
-    text = " ".join(format_answer(answer, "substring").split())
+    text = _normalize_text(format_answer(answer, "substring"))
     if not text:
         raise build_answer_error(answer, "substring", "a text")
     return text
+
+
+def _normalize_text(text: str) -> str:
+    """Compose accents (NFC), and replace each run of blanks and line breaks by a blank."""
+    return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 @register_reward("substring")
@@ -183,7 +262,7 @@ def substring(
 
     Raises ConfigError if the field is empty.
     """
-    answer, response = _normalize_answer(get_answer(fields, "substring")), " ".join(text.split())
+    answer, response = _normalize_answer(get_answer(fields, "substring")), _normalize_text(text)
     if settings.ignore_case:
         answer, response = answer.casefold(), response.casefold()
     edges = (r"(?<!\w)", r"(?!\w)") if settings.whole_words else ("", "")

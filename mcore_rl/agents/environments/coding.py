@@ -13,7 +13,14 @@ from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpe
 from mcore_rl.agents.environments.base import Attempts, EnvironmentStep, format_feedback
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import SandboxSettings
-from mcore_rl.rewards.code import RUN_ASSERTS, find_last_program, read_tests, split_output
+from mcore_rl.data.thoughts import find_answer
+from mcore_rl.rewards.code import (
+    RUN_ASSERTS,
+    find_last_program,
+    import_typing,
+    read_tests,
+    split_output,
+)
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 
 _MAX_SHOWN = 400  # characters of a test, its output or an error, in feedback
@@ -62,10 +69,10 @@ class Coding:
 
     async def step(self, turn: ParsedTurn) -> EnvironmentStep:
         """Test the last program of a turn."""
-        program = find_last_program(turn.content)
+        program = find_last_program(find_answer(turn.content))
         problem = "There is no ```python block in your answer."
         if program is not None:
-            problem = await self._find_problem(program)
+            problem = await self._find_problem(import_typing(program))
         return self._attempts.record(format_feedback(problem))
 
     async def close(self) -> None:

@@ -44,6 +44,8 @@ def countdown(**settings) -> Countdown:
         ("(8 + 8 / 2) * 2 ** 1", "(8 + 8 / 2) * 2 ** 1 uses"),
         ("0.5 * 8", "0.5 * 8 uses 0.5 more"),
         ("-8 * -3", ""),
+        ("<think>8 * 2?</think>8 * 3", ""),
+        ("<think>8 * 3", "There is no expression in your answer. Try again."),
     ],
 )
 def test_an_attempt_of_countdown_is_right_or_gets_feedback(text, feedback):

@@ -116,6 +116,9 @@ def test_the_user_speaks_first_where_the_row_has_nothing_of_its_and_turns_are_li
     assert (sample.status, sample.finish_reason, sample.reward) == ("truncated", "length", 3.0)
     [sample], *_ = run(user(reads="conversation"), says, ["Hi.", "More.", STOP])
     assert sample.reward == 8  # words: a role and a text, four times
+    thinks = ["<think>Tea or not?</think>A", "<think></think> B"]
+    samples, *_ = run(user(reads="conversation"), thinks, ["Hi.", "More.", STOP])
+    assert {sample.reward for sample in samples} == {8}
 
 
 def test_a_conversation_that_the_user_ends_before_it_begins_is_no_sample():

@@ -28,6 +28,7 @@ from mcore_rl.jobs.evaluate import (
 )
 from mcore_rl.jobs.output import STARTED, lock_run_dir, write_json
 from mcore_rl.observability.console import StepProgress
+from mcore_rl.rewards.registry import get_answer_finder
 
 
 def test_sets_with_fewer_rows_than_num_prompts_are_warned_about(capsys):
@@ -111,6 +112,33 @@ def test_a_response_is_shown_without_the_token_that_ends_it():
 
 def test_of_a_response_that_a_stop_string_ends_all_is_text():
     assert responses(([1, 2], "stop"), ([1, 0], "stop"), stop=["2."]) == ["1.2.", "1."]
+
+
+class CharacterTokenizer:
+    def decode(self, token_ids):
+        return "".join(map(chr, token_ids))
+
+
+@pytest.mark.parametrize(("text", "answers"), [("answer", ["C", None]), ("response", ["A", "A"])])
+def test_votes_are_for_the_answers_that_the_reward_reads(text, answers):
+    prompt = [*map(ord, "A or C? <think>")]
+    prompts = build_held_out_batch(PromptDataset([PromptRow(prompt, {"answer": "C"})]), 1)
+    group = int(prompts.array("group_ids")[0])
+    samples = []
+    for response in ("answer: A?</think>C", "answer: A"):  # the second was cut off
+        ids = [*map(ord, response)]
+        nulls = [0] * len(ids)
+        samples.append(Sample(prompt, ids, nulls, [0.0] * len(ids), nulls, "length", group))
+    table = SetSamples.build(
+        prompts,
+        Batch.collate(samples),
+        CharacterTokenizer(),
+        get_answer_finder("reward", "choice", {}),
+        ScoringConfig(),
+        reward_text=text,
+    )
+    assert table.columns["extracted_answer"] == answers
+    assert table.columns["response"] == ["answer: A?</think>C", "answer: A"]
 
 
 N, PROMPTS = 2, 3

@@ -1,6 +1,7 @@
 """Programs of responses against tests: what passes is written by hand here."""
 
 import json
+import time
 
 import pytest
 
@@ -155,6 +156,120 @@ def test_a_response_that_takes_too_long_is_unchecked():
 )
 def test_the_last_complete_block_counts(text, program):
     assert find_last_program(text) == program
+
+
+@pytest.mark.parametrize(
+    ("text", "program"),
+    [
+        ("Here it is: ```python\na\n```", "a\n"),
+        ("Here it is: ```\na\n```", "a\n"),
+        ("Code:```python\nif a:\n  b\n```", "if a:\n  b\n"),
+        ("```python\na```", "a\n"),
+        ("```python\nif a:\n  b ```", "if a:\n  b\n"),
+        ("```python\na```</answer>", "a\n"),
+        ("```python\na```.\nThen.", "a\n"),
+        ("```python a```", "a\n"),
+        ("```python a ```", "a\n"),
+        ("So ```python a ``` is it", "a\n"),
+        ("```py a; b```", "a; b\n"),
+        ("<answer>```python\na\n```</answer>", "a\n"),
+        ("<answer> ```python\na\n``` </answer>", "a\n"),
+        ("<answer>```python a```</answer>", "a\n"),
+        ("<answer>\n```python\na\n```\n</answer>", "a\n"),
+        ("```python\na\n```</answer>\n```\n7\n```", "a\n"),
+        ("```python\na\n```.\n```python\nb\n```", "b\n"),
+        ("- ```python\n  a\n    b\n  ```", "a\n  b\n"),
+        ("- ```python\n  if a:\n    b\n  ```", "if a:\n  b\n"),
+        ("* ```python\nif a:\n  b\n```", "if a:\n  b\n"),
+        ("1. ```python\n   if a:\n     b\n   ```", "if a:\n  b\n"),
+        ("10) ```python\n    if a:\n      b\n    ```", "if a:\n  b\n"),
+        ("> ```python\n> if a:\n>   b\n> ```", "if a:\n  b\n"),
+        ("> So:\n> ```python\n> a\n> ```\nDone", "a\n"),
+        ("> - ```python\n>   if a:\n>     b\n>   ```", "if a:\n  b\n"),
+        ("> > ```python\n> > a\n> > ```", "a\n"),
+        ("> ```python\n> if a > b:\n>   c\n> ```", "if a > b:\n  c\n"),
+        ("```python def f():\n    return 1\n```", "def f():\n    return 1\n"),
+        ("```python import os\nprint(1)```", "import os\nprint(1)\n"),
+        ("```python x = 1\nprint(x)\n```", "x = 1\nprint(x)\n"),
+        ("```python title=x\na\n```", "a\n"),
+        ("```python from.py\na\n```", "a\n"),
+        ("```python\na\n``` and ```python\nb\n```", "b\n"),
+        ('```python\na = "```"\nb\n```', 'a = "```"\nb\n'),
+        ("```python\nprint('```')\nb\n```", "print('```')\nb\n"),
+        ("```python\na # ```python\nb\n```", "a # ```python\nb\n"),
+        ("use ```x``` and ```python\na\n```", "a\n"),
+        ("use ```x``` here\n```python\na\n```", "a\n"),
+        ("use ``` here", None),
+        ("```python", None),
+        ("```python ```", None),
+        ("text ```python", None),
+        ("```python\na\n", None),
+        ("python\na\n```", None),
+        ("```js\nx``` \n```python\na\n```", "a\n"),
+        ("Sure:```python\na\n```\nOutput:```\n7\n```", "a\n"),
+        ("\t- ```python\n\t  a\n\t  ```", "a\n"),
+        ("**Solution:** ```python\na\n```", "a\n"),
+        ("### ```python\na\n```", "a\n"),
+        ("~~~python\na~~~", "a\n"),
+    ],
+)
+def test_a_block_may_be_written_as_models_write_it(text, program):
+    assert find_last_program(text) == program
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`" * 10**5,
+        "- " * 10**5,
+        "```python" + " x" * 10**5,
+        "x" * 10**5 + " " * 10**5,
+        "`x" * 10**5,
+    ],
+    ids=lambda text: text[:12],
+)
+def test_a_long_line_keeps_no_event_loop_waiting(text):
+    started = time.monotonic()
+    assert find_last_program(text) is None
+    assert time.monotonic() - started < 5
+
+
+def test_names_of_typing_need_no_import():
+    # As in LeetCode, where problems give such headers.
+    solution = "class Solution:\n    def add(self, n: List[int]) -> Optional[int]:\n        "
+    shadowing = "List = list\nprint(List((3,)))\n"
+    future = '"""A sum."""\nfrom __future__ import annotations\n'
+    texts = [
+        fenced(f"{solution}return sum(n)\n{READ}print(Solution().add([a, b]))\n"),
+        fenced(f"{future}{solution}return sum(n)\n{READ}print(Solution().add([a, b]))\n"),
+        fenced(f"{solution}return sum(m)\n{READ}print(Solution().add([a, b]))\n"),
+    ]
+    assert [item["reward"] for item in compute(PAIRS, texts)] == [1.0, 1.0, 0.0]
+    assert compute({"inputs": [""], "outputs": ["[3]"]}, [fenced(shadowing)]) == [parts(1, 1)]
+    tests = {"asserts": ["assert Solution().add([3, 4]) == 7"]}
+    assert compute(tests, [fenced(f"{solution}return sum(n)\n")]) == [parts(1, 1)]
+
+
+def test_a_test_may_exit_and_a_program_may_not_exit_from_it():
+    tests = {
+        "asserts": [
+            "assert add(3, 4) == 7\nexit()",
+            "import sys\nassert add(1, 1) == 2\nsys.exit(0)",
+            "assert add(0, 0) == 0",
+            "assert add(2, 2) == 4\nquit(0)",
+        ]
+    }
+    texts = [
+        fenced(ADD),
+        fenced("def add(a, b):\n    return 7\n"),
+        fenced("def add(a, b):\n    exit()\n"),
+        fenced("def add(a, b):\n    raise SystemExit(0)\n"),
+        fenced("def add(a, b):\n    if a == 1:\n        exit()\n    return a + b\n"),
+    ]
+    rewards = [item["reward"] for item in compute(tests, texts)]
+    assert rewards == [1.0, 0.25, 0.0, 0.0, 0.75]
+    fails = {"asserts": ["assert add(3, 4) == 7\nexit(1)", "exit('no')", "exit()"]}
+    assert compute(fails, [fenced(ADD)]) == [parts(pytest.approx(1 / 3), pytest.approx(1 / 3))]
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,66 @@ def test_the_scale_that_a_verdict_repeats_is_no_score(verdict):
     assert send([verdict])[0].reward == 0.4
 
 
+@pytest.mark.parametrize(
+    ("verdict", "scale", "score"),
+    [
+        ("Score: 7,5", {}, 7.5),
+        ("Score: 7.5", {}, 7.5),
+        ("Score: 6 / Maximum score: 10", {}, 6),
+        ("Score: 6\nMax score: 10", {}, 6),
+        ("Score: 6\n**Maximum Score:** 10", {}, 6),
+        ('{"score": 6, "max_score": 10}', {}, 6),
+        ('{"maxScore": 10, "score": 6}', {}, 6),
+        ('{"score": 6, "maxScore": 10}', {}, 6),
+        ("Score: 6. Highest possible score: 10", {}, 6),
+        ("Score: 6. Minimum score: 0", {}, 6),
+        ("Score: 4/5", {}, 8),
+        ("Score: 4/5", {"high": 5.0}, 4),
+        ("Score: 4/5", {"high": 1.0}, 0.8),
+        ("Score: 4 / 10", {}, 4),
+        ("Score: 4 out of 5", {}, 8),
+        ("Score: 4 of 5", {}, 8),
+        ("Score: 4/5", {"low": 1.0, "high": 5.0}, 4),
+        ("Score: 4/10", {"low": 1.0, "high": 5.0}, None),
+        ("**Score: 4**/5", {}, 8),
+        ("Score: 8,000", {"high": 10000.0}, 8000),
+        ("Score: 8,000", {}, None),
+        ("Score: 0,500", {"high": 1.0}, 0.5),
+        ("Score: 1e1", {}, 10),
+        ("Score: 1E1", {}, 10),
+        ("Score: 5e-1", {"high": 1.0}, 0.5),
+        ("Score: 80%", {}, 8),
+        ("Score: 80%", {"high": 100.0}, 80),
+        ("Score: 80 %", {"high": 1.0}, 0.8),
+        ("Score: 7, which is good", {}, 7),
+        ("Score: 7. Good", {}, 7),
+        ("Score: 7, 5 steps", {}, 7),
+        ("Score: 3,4,5", {}, None),
+        ("Score: 0 to 10. Score: 4", {}, 4),
+        ("Score: -1", {"low": -1.0}, -1),
+        ("Score: 11", {}, None),
+        ("Score: 4/0", {}, None),
+        ("Score: 5/4", {}, None),
+        ("Score: 12/10", {}, None),
+        ("Total score: 7", {}, 7),
+        ("Score: 7/10 (Maximum score 10)", {}, 7),
+        ("Final score = 9,5/10", {}, 9.5),
+    ],
+)
+def test_numbers_of_a_verdict_are_read_as_they_are_written(verdict, scale, score):
+    result, _ = send([verdict], **scale)
+    if score is None:
+        assert "no score from" in result.reward_error
+        return
+    low, high = scale.get("low", 0.0), scale.get("high", 10.0)
+    assert (result.reward, result.reward_error) == (pytest.approx((score - low) / (high - low)), "")
+
+
+def test_the_thoughts_of_a_judge_are_no_verdict():
+    assert send(["<think>Score: 9? No.</think>Score: 4"])[0].reward == 0.4
+    assert "no score from" in send(["<think>Score: 9?"])[0].reward_error
+
+
 def test_a_verdict_with_a_scale_alone_has_no_score():
     assert "no score from 0.0 to 10.0" in send(["Give a Score: 0 to 10."])[0].reward_error
 

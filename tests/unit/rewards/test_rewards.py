@@ -1,6 +1,9 @@
 import re
 from decimal import Decimal
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from mcore_rl.config.errors import ConfigError
@@ -22,8 +25,18 @@ from mcore_rl.rewards.registry import get_reward
         ("#### 12\n#### 3", 0.0, 1.0),
         ("12", 0.0, 0.0),
         ("so #### 12", 0.0, 0.0),
-        ("#### 12 ", 0.0, 0.0),
-        ("#### 12\n", 0.0, 0.0),
+        ("#### 12 ", 1.0, 1.0),
+        ("#### 12\n", 1.0, 1.0),
+        ("#### 12 \r\n\n", 1.0, 1.0),
+        ("#### $12", 1.0, 1.0),
+        ("#### \\$12\n", 1.0, 1.0),
+        ("#### \N{EURO SIGN}12", 1.0, 1.0),
+        ("#### -$12", 0.0, 1.0),
+        ("#### $$12", 0.0, 0.0),
+        ("#### 12$", 0.0, 0.0),
+        ("#### --12", 0.0, 0.0),
+        ("#### -$-12", 0.0, 0.0),
+        ("#### 12\n.", 0.0, 0.0),
         ("#### -12", 0.0, 1.0),
         ("#### 1,2", 0.0, 0.0),
         ("#### 12.", 0.0, 0.0),
@@ -41,6 +54,9 @@ def test_final_number_reads_exactly_the_last_line(text, reward, format_):
     [
         ("-3", "-3"),
         ("2.5", "2.5"),
+        ("-3", "-$3"),
+        ("-3", "$-3"),
+        ("1234.50", "$1,234.50"),
         ("1,234", "1234"),
         ("1,234", "1,234"),
         ("1234567.5", "1,234,567.5"),
@@ -64,12 +80,24 @@ UNEARNABLE = [
     ("math", {}, " $ $ ", "' $ $ '; allowed with reward.name='math': what can be in a \\boxed{}"),
     ("math", {}, r"\frac{1}{2", "allowed with reward.name='math': what can be in a \\boxed{}"),
     ("math", {}, r"\boxed{1", "allowed with reward.name='math': what can be in a \\boxed{}"),
+    ("math", {}, r"\[ . \]", "allowed with reward.name='math': what can be in a \\boxed{}"),
+    ("math", {}, "\frac{1}{2}", "a backslash in place of '\\x0c', which an escape sequence"),
+    ("math", {}, "so \boxed{3}", "a backslash in place of '\\x08', which an escape sequence"),
+    ("math", {}, "2\times 3", "a backslash in place of '\\times', which an escape sequence"),
+    ("math", {}, "\neq 3", "a backslash in place of '\\neq', which an escape sequence"),
     ("choice", {}, "7", "'7'; allowed with reward.name='choice': one of A, B, C, D"),
     ("choice", {"letters": "AB"}, "C", "'C'; allowed with reward.name='choice': one of A, B"),
     ("choice", {}, b"A", "b'A'; allowed with reward.name='choice': text or a number"),
     ("substring", {}, " ", "' '; allowed with reward.name='substring': a text"),
     ("substring", {}, ["Paris", "Lyon"], "allowed with reward.name='substring': text or a number"),
     ("code", {}, {"asserts": []}, "code needs an object"),
+    ("code", {}, {"asserts": ["assert f(1 == 1"]}, "the test 'assert f(1 == 1' is no Python: "),
+    (
+        "code",
+        {"output_kb": 1},
+        {"inputs": [""], "outputs": ["x" * 1025]},
+        "an expected output has 1025 bytes; allowed: up to 1024 (output_kb)",
+    ),
 ]
 
 
@@ -95,9 +123,32 @@ def test_an_answer_that_no_response_can_earn_is_refused_by_its_row(
     build_answer_check(RewardConfig(terms={"own": metric}))(
         answer
     )  # its metric may be 0 everywhere
-    if name != "final_number" or not isinstance(answer, str):  # which compares texts
+    # `final_number` compares texts, and `code` runs any tests.
+    if name not in ("final_number", "code") or not isinstance(answer, str | dict):
         with pytest.raises(ValueError, match=re.escape(message)):
             get_reward(name, settings)("```\n```", {"answer": answer}, "stop")
+
+
+@pytest.mark.parametrize("kind", [pa.float16(), pa.float32(), pa.float64()], ids=str)
+def test_a_number_of_a_short_float_is_what_it_was_written_as(kind, tokenizer, tmp_path):
+    message = {"role": "user", "content": "A or B?"}
+    answers = np.array([0.1, -2.25, 7, 0.3], kind.to_pandas_dtype())
+    table = pa.table({"messages": [[message]] * 4, "answer": pa.array(answers)})
+    pq.write_table(table, tmp_path / "rows.parquet")
+    check = build_answer_check(RewardConfig("final_number"))
+    prompts = load_prompts(tmp_path / "rows.parquet", DataConfig(), tokenizer, check_answer=check)
+    reward = get_reward("final_number")
+    for prompt, number in zip(prompts.take(range(4)), ["0.1", "-2.25", "7", "0.3"], strict=True):
+        assert reward(f"#### {number}", prompt.fields, "stop")["reward"] == 1.0
+
+
+def test_accents_of_either_form_are_equal():
+    composed, decomposed = "caf\xe9 Z\xfcrich", "cafe\u0301 Zu\u0308rich"
+    for answer, text in ((composed, decomposed), (decomposed, composed)):
+        assert get_reward("substring")(f"In {text}.", {"answer": answer}, "stop")["reward"] == 1.0
+        assert get_reward("substring")("In cafe Zurich.", {"answer": answer}, "stop") == {
+            "reward": 0.0
+        }
 
 
 @pytest.mark.parametrize("name", ["format", "overlong", "pattern"])

@@ -42,6 +42,10 @@ def test_format(text, reward):
         ("<think>a</think><answer>b</answer>", "<think>\n", 0.0),  # it would be there twice
         ("a</think><answer>b</answer>", "<think>\n\n</think>\n\n", 0.0),
         ("<think>a</think><answer>b</answer>", "<think>\n\n</think>\n\n", 1.0),
+        ("<answer>b</answer>", "<think>\n\n</think>\n\n", 1.0),  # thoughts are switched off
+        ("b <answer>b</answer>", "<think>\n\n</think>\n\n", 0.0),
+        ("<answer>b</answer>", "<think>\n", 0.0),
+        ("<answer>b</answer>", "", 0.0),
         ("a</think><answer>b</answer>", "", 0.0),
         ("b</answer>", "<answer>", 0.0),
     ],
