@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import ray
@@ -358,6 +359,7 @@ def _end_silent_groups(
         for index, call in enumerate(calls)
         if call._waiting and call.group in expendable and index not in deaths
     ]
+    wait_if_ray_died()  # or is stopped
     if not deaths:
         late = [index for index in late if find_stopped(_list_unanswered([calls[index]]))]
     if not late:
@@ -378,6 +380,7 @@ def _end_by_failure(calls: Sequence[PendingCall]) -> Exception:
 
 def _end_by_timeout(calls: Sequence[PendingCall], timeout: Timeout) -> WorkerError:
     """End the groups that have not answered; return an error with the stacks of their ranks."""
+    wait_if_ray_died()  # or is stopped
     late = [call for call in calls if call._waiting]
     error = WorkerError(describe_unanswered(_list_unanswered(late), str(timeout)))
     for call in late:
@@ -467,28 +470,36 @@ def find_stopped(unanswered: Sequence[UnansweredCall]) -> list[UnansweredCall]:
 
 
 def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[ProcessState]]:
-    """Inspect processes by a task on each node; leave out nodes that do not answer in time."""
+    """Inspect processes, those of other nodes by a task; leave out those that take too long."""
     by_node: dict[str, list[WorkerInfo]] = defaultdict(list)
     for info in worker_infos:
         by_node[info.node_id].append(info)
-    if not by_node:  # ray.wait would start Ray
+    if not by_node:  # Ray would be started
         return {}
-    tasks = {
-        _inspect_pids.options(
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
-        ).remote([info.pid for info in infos]): infos
-        for node, infos in by_node.items()
-    }
+    here, deadline = ray.get_runtime_context().get_node_id(), time.monotonic() + _INSPECT_S
     states: dict[WorkerInfo, list[ProcessState]] = {}
-    done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_INSPECT_S)
-    for task in done:
-        try:
-            states |= zip(tasks[task], ray.get(task), strict=True)
-        except RayError:  # the node is gone
-            continue
-    for task in late:
-        ray.cancel(task, force=True)
-    return states
+
+    def inspect_on_node(node: str) -> None:
+        if node == here:  # which needs no Ray: it may be what hangs
+            for info in by_node[node]:
+                states[info] = inspect_process(info.pid)
+            return
+        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = _inspect_pids.options(scheduling_strategy=strategy)
+        call = task.remote([info.pid for info in by_node[node]])
+        with contextlib.suppress(RayError):  # the node is gone
+            try:
+                results = call.future().result(max(0.0, deadline - time.monotonic()))
+                states.update(zip(by_node[node], results, strict=True))
+            except TimeoutError:
+                ray.cancel(call, force=True)
+
+    threads = [Thread(target=inspect_on_node, args=[node], daemon=True) for node in by_node]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return {**states}
 
 
 @ray.remote(num_cpus=0, max_retries=0)
