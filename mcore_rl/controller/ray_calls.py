@@ -27,7 +27,6 @@ from mcore_rl.observability.stacks import describe_stopped_processes
 
 _POLL_S = 1.0
 _MARGIN_S = 20.0  # beyond the limit, as Ray's own timeouts come first
-_END_S = 20.0  # for calls at the end of a session
 _RAY = f"{Path(ray.__file__).parent}{os.sep}"
 _PROJECT = f"{Path(__file__).parents[1]}{os.sep}"
 Call = tuple[int, int, int]  # thread, id of the calling frame, position in it
@@ -37,16 +36,11 @@ class RayCallLimit:
     """Ends this process when one of its calls of Ray takes too long."""
 
     def __init__(self, timeout: Timeout) -> None:
-        self._timeout = timeout
-        self._limit_s = timeout.seconds + _MARGIN_S
+        self.timeout = timeout  # of the calls from now on
         self._seconds: dict[Call, float] = {}  # so far, of the calls that have not returned
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ray calls", daemon=True)
         self._thread.start()
-
-    def shorten(self) -> None:
-        """Limit the calls at the end of a session, which wait for nothing but Ray itself."""
-        self._limit_s = min(self._limit_s, _END_S)
 
     def close(self) -> None:
         self._end.set()
@@ -63,7 +57,7 @@ class RayCallLimit:
                 if caller := _find_ray_caller(frame):
                     call = thread, id(caller), caller.f_lasti
                     calls[call] = self._seconds.get(call, 0.0) + passed_s
-                    if calls[call] > self._limit_s:
+                    if calls[call] > self.timeout.seconds + _MARGIN_S:
                         end_hanging_process(self._describe(caller, frame, calls[call]))
                         return
             self._seconds = calls
@@ -71,10 +65,10 @@ class RayCallLimit:
     def _describe(self, caller: FrameType, frame: FrameType, seconds: float) -> str:
         """Describe a call: a line on what blocks it, then the stacks of all threads."""
         place = f"{caller.f_code.co_qualname} ({Path(caller.f_code.co_filename).name})"
-        limit = f"{self._timeout.setting}={self._timeout.seconds:g}"
         line = (
-            f"Ray has not answered in {seconds:.0f} s ({limit}): {place} waits in its "
-            f"{frame.f_code.co_name}; {describe_stopped_processes(_list_ray_processes())}"
+            f"{place} has waited for Ray ({frame.f_code.co_name}) for {seconds:.0f} s "
+            f"({self.timeout.setting}={self.timeout.seconds:g}): "
+            f"{describe_stopped_processes(_list_ray_processes())}"
         )
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         stacks = [

@@ -41,6 +41,7 @@ _AGENTS = {
     b"ray::RuntimeEnvAgent": "runtime env agent",
 }
 _MAX_NAMED = 4  # nodes in a warning
+_END_S = 10.0
 
 
 @contextlib.contextmanager
@@ -73,10 +74,11 @@ def ray_session(
     if ray.is_initialized():
         raise RuntimeError("this process already has a Ray session")
     address = os.environ.get("RAY_ADDRESS")
-    call_s = (timeouts or TimeoutsConfig()).call_s
+    timeouts = timeouts or TimeoutsConfig()
     with contextlib.ExitStack() as stack:
         folder = temp_dir or stack.enter_context(clean_up_on_exit())
-        limit = stack.enter_context(limit_ray_calls(Timeout(call_s, "timeouts.call_s")))
+        start = Timeout(timeouts.start_s, "timeouts.start_s")
+        limit = stack.enter_context(limit_ray_calls(start))
         if address:
             stack.enter_context(_join_cluster(address, log_to_driver))
         else:
@@ -89,7 +91,9 @@ def ray_session(
                 log_to_driver=log_to_driver,
             )
             stack.enter_context(session)
-        stack.callback(limit.shorten)
+        limit.timeout = Timeout(timeouts.call_s, "timeouts.call_s")
+        # The calls at the end wait for nothing but Ray itself.
+        stack.callback(setattr, limit, "timeout", Timeout(_END_S, "the end of a session"))
         _check_resources(needed or {}, address)
         yield
 
