@@ -20,6 +20,7 @@ from threading import Thread
 from typing import Any, Protocol
 
 import ray
+from ray import get_runtime_context, is_initialized
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -476,30 +477,44 @@ def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, l
         by_node[info.node_id].append(info)
     if not by_node:  # Ray would be started
         return {}
-    here, deadline = ray.get_runtime_context().get_node_id(), time.monotonic() + _INSPECT_S
     states: dict[WorkerInfo, list[ProcessState]] = {}
 
-    def inspect_on_node(node: str) -> None:
-        if node == here:  # which needs no Ray: it may be what hangs
-            for info in by_node[node]:
-                states[info] = inspect_process(info.pid)
-            return
-        strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-        task = _inspect_pids.options(scheduling_strategy=strategy)
-        call = task.remote([info.pid for info in by_node[node]])
-        with contextlib.suppress(RayError):  # the node is gone
-            try:
-                results = call.future().result(max(0.0, deadline - time.monotonic()))
-                states.update(zip(by_node[node], results, strict=True))
-            except TimeoutError:
-                ray.cancel(call, force=True)
+    def inspect_here(infos: Sequence[WorkerInfo]) -> None:  # without Ray, which may be what hangs
+        for info in infos:
+            states[info] = inspect_process(info.pid)
 
-    threads = [Thread(target=inspect_on_node, args=[node], daemon=True) for node in by_node]
+    # A thread each, as even the calls that send tasks may not return.
+    here = by_node.pop(get_runtime_context().get_node_id() if is_initialized() else "", [])
+    threads = [
+        Thread(target=inspect_here, args=[here], daemon=True),
+        Thread(target=_inspect_on_nodes, args=[by_node, states], daemon=True),
+    ]
+    deadline = time.monotonic() + _INSPECT_S
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline + 1.0 - time.monotonic()))
     return {**states}
+
+
+def _inspect_on_nodes(
+    by_node: Mapping[str, Sequence[WorkerInfo]], states: dict[WorkerInfo, list[ProcessState]]
+) -> None:
+    """Add the states of the processes on these nodes."""
+    tasks = {
+        _inspect_pids.options(
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
+        ).remote([info.pid for info in infos]): infos
+        for node, infos in by_node.items()
+    }
+    if not tasks:
+        return
+    done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_INSPECT_S)
+    for task in done:
+        with contextlib.suppress(RayError):  # the node is gone
+            states.update(zip(tasks[task], ray.get(task), strict=True))
+    for task in late:
+        ray.cancel(task, force=True)
 
 
 @ray.remote(num_cpus=0, max_retries=0)
