@@ -29,7 +29,6 @@ _POLL_S = 1.0
 _MARGIN_S = 20.0  # beyond the limit, as Ray's own timeouts come first
 _RAY = f"{Path(ray.__file__).parent}{os.sep}"
 _PROJECT = f"{Path(__file__).parents[1]}{os.sep}"
-Call = tuple[int, int, int]  # thread, id of the calling frame, position in it
 
 
 class RayCallLimit:
@@ -37,7 +36,9 @@ class RayCallLimit:
 
     def __init__(self, timeout: Timeout) -> None:
         self.timeout = timeout  # of the calls from now on
-        self._seconds: dict[Call, float] = {}  # so far, of the calls that have not returned
+        # By thread: the frame of Ray's function, and for how long it has run. The reference keeps
+        # another call from getting the same frame.
+        self._calls: dict[int, tuple[FrameType, float]] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ray calls", daemon=True)
         self._thread.start()
@@ -52,18 +53,26 @@ class RayCallLimit:
             now_s = time.monotonic()
             # The clock goes on while this process is suspended.
             passed_s, observed_at = min(now_s - observed_at, 2 * _POLL_S), now_s
-            calls = {}
-            for thread, frame in sys._current_frames().items():
-                if caller := _find_ray_caller(frame):
-                    call = thread, id(caller), caller.f_lasti
-                    calls[call] = self._seconds.get(call, 0.0) + passed_s
-                    if calls[call] > self.timeout.seconds + _MARGIN_S:
-                        end_hanging_process(self._describe(caller, frame, calls[call]))
-                        return
-            self._seconds = calls
+            if report := self._observe(passed_s):
+                end_hanging_process(report)
+                return
 
-    def _describe(self, caller: FrameType, frame: FrameType, seconds: float) -> str:
+    def _observe(self, passed_s: float) -> str:
+        """Add the time that has passed to the calls of all threads; report one that is late."""
+        calls: dict[int, tuple[FrameType, float]] = {}
+        for thread, frame in sys._current_frames().items():
+            if (call := _find_ray_call(frame)) is None:
+                continue
+            earlier, seconds = self._calls.get(thread, (None, 0.0))
+            calls[thread] = call, seconds + passed_s if earlier is call else 0.0
+            if calls[thread][1] > self.timeout.seconds + _MARGIN_S:
+                return self._describe(call, frame, seconds)
+        self._calls = calls
+        return ""
+
+    def _describe(self, call: FrameType, frame: FrameType, seconds: float) -> str:
         """Describe a call: a line on what blocks it, then the stacks of all threads."""
+        caller = call.f_back or call
         place = f"{caller.f_code.co_qualname} ({Path(caller.f_code.co_filename).name})"
         line = (
             f"{place} has waited for Ray ({frame.f_code.co_name}) for {seconds:.0f} s "
@@ -78,21 +87,22 @@ class RayCallLimit:
         return "\n\n".join([line, *stacks])
 
 
-def _find_ray_caller(frame: FrameType) -> FrameType | None:
-    """Return the frame of this project's thread that has called Ray; None: it is not in a call."""
-    caller: FrameType | None = frame
-    while caller is not None and caller.f_code.co_filename.startswith(_RAY):
+def _find_ray_call(frame: FrameType) -> FrameType | None:
+    """Return the outermost frame of Ray's that a thread of this project is in; None: it is not."""
+    call, caller = None, frame
+    while caller.f_code.co_filename.startswith(_RAY):
+        call = caller
+        if caller.f_back is None:
+            return None
         caller = caller.f_back
-    if caller is frame or caller is None:
-        return None
-    outer: FrameType | None = caller
+    outer: FrameType | None = caller if call is not None else None
     while outer is not None:
         if outer.f_code.co_filename.startswith(_PROJECT):
-            return caller
+            return call
         outer = outer.f_back
     # A thread of Ray's own, except the main thread of a driver that uses the session directly.
     main = threading.main_thread().ident
-    return caller if sys._current_frames().get(main or 0) is frame else None
+    return call if sys._current_frames().get(main or 0) is frame else None
 
 
 def _list_ray_processes() -> list[psutil.Process]:
