@@ -484,9 +484,9 @@ def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, l
             states[info] = inspect_process(info.pid)
 
     # A thread each, as even the calls that send tasks may not return.
-    here = by_node.pop(get_runtime_context().get_node_id() if is_initialized() else "", [])
+    local_infos = by_node.pop(get_runtime_context().get_node_id() if is_initialized() else "", [])
     threads = [
-        Thread(target=inspect_here, args=[here], daemon=True),
+        Thread(target=inspect_here, args=[local_infos], daemon=True),
         Thread(target=_inspect_on_nodes, args=[by_node, states], daemon=True),
     ]
     deadline = time.monotonic() + _INSPECT_S

@@ -97,15 +97,6 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def read_name(pid: int) -> str:
-    """Return the name of a process."""
-    try:
-        with open(f"/proc/{pid}/comm", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def list_descendants(roots: set[int], table: Processes) -> set[int]:
     """Return the pids of all descendants of `roots`."""
     children: dict[int, list[int]] = {}
@@ -308,7 +299,7 @@ def remove_abandoned(place: str) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class SessionNote:
-    """What belongs to a session."""
+    """Files, processes and folders of a session."""
 
     marker: str
     files: SharedMemory

@@ -34,12 +34,12 @@ call = load(CALLER, ray_calls._PROJECT, "call")
 @pytest.fixture
 def reports(monkeypatch) -> Iterator[list[str]]:
     """Return the reports of hangs while calls have a limit of 0.3 s."""
-    found: list[str] = []
-    monkeypatch.setattr(ray_calls, "end_hanging_process", found.append)
+    texts: list[str] = []
+    monkeypatch.setattr(ray_calls, "end_hanging_process", texts.append)
     monkeypatch.setattr(ray_calls, "_POLL_S", 0.02)
     monkeypatch.setattr(ray_calls, "_MARGIN_S", 0.1)
     with limit_ray_calls(Timeout(0.2, "timeouts.call_s")):
-        yield found
+        yield texts
 
 
 def test_a_long_call_is_reported_with_its_caller_and_all_stacks(reports):
