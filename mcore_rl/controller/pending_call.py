@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Protocol
 
 import ray
+from ray import get_runtime_context, is_initialized
 from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -358,6 +360,7 @@ def _end_silent_groups(
         for index, call in enumerate(calls)
         if call._waiting and call.group in expendable and index not in deaths
     ]
+    wait_if_ray_died()  # or is stopped
     if not deaths:
         late = [index for index in late if find_stopped(_list_unanswered([calls[index]]))]
     if not late:
@@ -378,6 +381,7 @@ def _end_by_failure(calls: Sequence[PendingCall]) -> Exception:
 
 def _end_by_timeout(calls: Sequence[PendingCall], timeout: Timeout) -> WorkerError:
     """End the groups that have not answered; return an error with the stacks of their ranks."""
+    wait_if_ray_died()  # or is stopped
     late = [call for call in calls if call._waiting]
     error = WorkerError(describe_unanswered(_list_unanswered(late), str(timeout)))
     for call in late:
@@ -467,28 +471,50 @@ def find_stopped(unanswered: Sequence[UnansweredCall]) -> list[UnansweredCall]:
 
 
 def _inspect_processes(worker_infos: Iterable[WorkerInfo]) -> dict[WorkerInfo, list[ProcessState]]:
-    """Inspect processes by a task on each node; leave out nodes that do not answer in time."""
+    """Inspect processes, those of other nodes by a task; leave out those that take too long."""
     by_node: dict[str, list[WorkerInfo]] = defaultdict(list)
     for info in worker_infos:
         by_node[info.node_id].append(info)
-    if not by_node:  # ray.wait would start Ray
+    if not by_node:  # Ray would be started
         return {}
+    states: dict[WorkerInfo, list[ProcessState]] = {}
+
+    def inspect_here(infos: Sequence[WorkerInfo]) -> None:  # without Ray, which may be what hangs
+        for info in infos:
+            states[info] = inspect_process(info.pid)
+
+    # A thread each, as even the calls that send tasks may not return.
+    local_infos = by_node.pop(get_runtime_context().get_node_id() if is_initialized() else "", [])
+    threads = [
+        Thread(target=inspect_here, args=[local_infos], daemon=True),
+        Thread(target=_inspect_on_nodes, args=[by_node, states], daemon=True),
+    ]
+    deadline = time.monotonic() + _INSPECT_S
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(max(0.0, deadline + 1.0 - time.monotonic()))
+    return {**states}
+
+
+def _inspect_on_nodes(
+    by_node: Mapping[str, Sequence[WorkerInfo]], states: dict[WorkerInfo, list[ProcessState]]
+) -> None:
+    """Add the states of the processes on these nodes."""
     tasks = {
         _inspect_pids.options(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)
         ).remote([info.pid for info in infos]): infos
         for node, infos in by_node.items()
     }
-    states: dict[WorkerInfo, list[ProcessState]] = {}
+    if not tasks:
+        return
     done, late = ray.wait(list(tasks), num_returns=len(tasks), timeout=_INSPECT_S)
     for task in done:
-        try:
-            states |= zip(tasks[task], ray.get(task), strict=True)
-        except RayError:  # the node is gone
-            continue
+        with contextlib.suppress(RayError):  # the node is gone
+            states.update(zip(tasks[task], ray.get(task), strict=True))
     for task in late:
         ray.cancel(task, force=True)
-    return states
 
 
 @ray.remote(num_cpus=0, max_retries=0)

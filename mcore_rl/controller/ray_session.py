@@ -20,12 +20,15 @@ from ray._raylet import GcsClient
 from ray.exceptions import RayError
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import TimeoutsConfig
+from mcore_rl.controller.pending_call import Timeout
 from mcore_rl.controller.process_cleanup import (
     clean_up_on_exit,
     keep_sigterm_handler,
     set_environment,
     watch_ray_processes,
 )
+from mcore_rl.controller.ray_calls import limit_ray_calls
 from mcore_rl.controller.ray_patches import RAY_CONFIG, listen_on_loopback, skip_session_services
 from mcore_rl.controller.reaper import GCS, RAY_DIR, RAYLET, list_processes, read_command_line
 
@@ -38,6 +41,7 @@ _AGENTS = {
     b"ray::RuntimeEnvAgent": "runtime env agent",
 }
 _MAX_NAMED = 4  # nodes in a warning
+_END_S = 10.0
 
 
 @contextlib.contextmanager
@@ -50,11 +54,12 @@ def ray_session(
     object_store_bytes: int = 512 << 20,
     log_to_driver: bool = True,
     needed: Mapping[str, float] | None = None,
+    timeouts: TimeoutsConfig | None = None,
 ) -> Iterator[None]:
     """Start a private Ray on the loopback interface of this machine; end it completely on exit.
 
-    With RAY_ADDRESS set it joins that cluster instead, and all arguments except `log_to_driver` and
-    `needed` have no effect.
+    With RAY_ADDRESS set it joins that cluster instead, and all arguments except `log_to_driver`,
+    `needed` and `timeouts` have no effect. Each call of Ray inside has the limit `call_s`.
 
     Args:
         temp_dir: The folder of `clean_up_on_exit`, if the session is inside of it; otherwise the
@@ -69,8 +74,11 @@ def ray_session(
     if ray.is_initialized():
         raise RuntimeError("this process already has a Ray session")
     address = os.environ.get("RAY_ADDRESS")
+    timeouts = timeouts or TimeoutsConfig()
     with contextlib.ExitStack() as stack:
         folder = temp_dir or stack.enter_context(clean_up_on_exit())
+        start = Timeout(timeouts.start_s, "timeouts.start_s")
+        limit = stack.enter_context(limit_ray_calls(start))
         if address:
             stack.enter_context(_join_cluster(address, log_to_driver))
         else:
@@ -83,6 +91,9 @@ def ray_session(
                 log_to_driver=log_to_driver,
             )
             stack.enter_context(session)
+        limit.timeout = Timeout(timeouts.call_s, "timeouts.call_s")
+        # The calls at the end wait for nothing but Ray itself.
+        stack.callback(setattr, limit, "timeout", Timeout(_END_S, "the end of a session"))
         _check_resources(needed or {}, address)
         yield
 

@@ -9,16 +9,21 @@ driver. Then it copies Ray's logs, and removes those files, the temporary folder
 files from the run's own folders: everything in this project is written under the name
 `.<name>.partial` and renamed when it is complete.
 
-A batch system may kill the reaper as well. So the temporary folder has a lock, which both hold, and
-a note of what belongs to the session; the next reaper on the machine cleans up after folders that
-nobody has locked (`remove_abandoned`).
+A reaper that dies is started again by its driver, and reads the note of the one before. A batch
+system may kill both. So the temporary folder has a lock, which both hold, and that note of what
+belongs to the session; the next driver on the machine cleans up after folders that nobody has
+locked (`remove_abandoned`), also where it has another TMPDIR: a link in `get_registry` leads there.
 
 A driver that is killed cannot report it, and one whose Ray has died is ended by Ray's C++ code, at
 once or after a minute, without a word. The reaper then writes the file of traces and the one line
-on stderr (`Reaper.report_death`). It watches Ray's own processes while `RAY_NOTE` names them.
+on stderr (`Reaper.report_end`). It watches Ray's own processes while `RAY_NOTE` names them: whether
+they are there, and whether a signal has stopped them, as calls of Ray then never return.
 
-Runs as a script (`python -I -S reaper.py DRIVER_PID MARKER TEMP_DIR LOGS TRACE_FILE COMMAND
-[FOLDER...]`; LOGS is empty if Ray's are not kept, TRACE_FILE if deaths are not reported) with the
+It also ends a driver that does not end itself: one that waits in Ray for longer than its limit
+(`HANG`), or that is busy in C code when a second signal comes. Python writes the number of each
+signal to the pipe of words at once, even when it cannot run the handler (signal.set_wakeup_fd).
+
+Runs as a script (`python -I -S reaper.py ARGUMENTS`, the arguments of `Reaper` as JSON) with the
 standard library only, in a separate session, so that a signal to the driver's process group does
 not reach it. Linux only.
 """
@@ -27,6 +32,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import dataclasses
 import fcntl
 import glob
 import json
@@ -35,6 +41,7 @@ import select
 import shutil
 import signal
 import socket
+import stat
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -51,8 +58,14 @@ IN_CREATE = 0x100  # <sys/inotify.h>
 PREFIX = "mcr_"  # of temporary folders
 LOCK, NOTE = "lock", "note.json"  # in them
 RAY_NOTE = "ray.json"  # in them, as long as Ray has to live: the pids of its processes, by name
-REPORTED = b"reported"  # on stdout: the death is reported, and the driver has to exit
-EXIT_S = 10.0  # for the driver to exit then
+HANG_NOTE = "hang.txt"  # in them: the report of a driver that waits for too long
+END, HANG = b"end", b"hang"  # words of the driver; its signals are other bytes
+END_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGTERM)
+# A terminal or a batch system may signal a process and its session with the same signal.
+REPEATED_S = 1.0
+SECOND_SIGNAL_S = 20.0  # for the driver to end by itself after a second signal
+STOPPED_S = 30.0  # for which a process of Ray's may be stopped, while the driver runs
+EXIT_S = 10.0  # for the driver to exit when it is told to; its status is then a byte on stdout
 SETTLE_S = 0.3  # after a death, for others that it causes, and for Ray's logs
 GCS, RAYLET = "GCS", "raylet"
 _LOG_LINES = 20  # of each log, in the file of traces
@@ -73,6 +86,15 @@ def list_processes() -> Processes:
                 if fields[0] not in "ZX":
                     table[int(name)] = (int(fields[1]), fields[19])
     return table
+
+
+def is_stopped(pid: int) -> bool:
+    """Return whether a signal has stopped the process."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] == b"T"
+    except (OSError, IndexError):
+        return False
 
 
 def list_descendants(roots: set[int], table: Processes) -> set[int]:
@@ -208,6 +230,49 @@ def acquire_lock(temp_dir: str) -> int:
     return file
 
 
+def get_registry() -> str:
+    """Return the folder with links to this user's temporary folders; TMPDIR does not change it."""
+    return f"/tmp/mcore-rl-sessions-{os.getuid()}"
+
+
+def register_folder(temp_dir: str) -> None:
+    """Link to a temporary folder from the registry, if that is a folder of this user alone."""
+    registry = get_registry()
+    with contextlib.suppress(OSError):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(registry, 0o700)
+        if _is_own_folder(registry):
+            os.symlink(temp_dir, os.path.join(registry, os.path.basename(temp_dir)))
+
+
+def unregister_folder(temp_dir: str) -> None:
+    """Remove the link of `register_folder`."""
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(get_registry(), os.path.basename(temp_dir)))
+
+
+def list_registered_places() -> list[str]:
+    """Return the folders in which the registered temporary folders are."""
+    registry, places = get_registry(), set()
+    with contextlib.suppress(OSError):
+        if _is_own_folder(registry):
+            for name in os.listdir(registry):
+                places.add(os.path.dirname(os.readlink(os.path.join(registry, name))))
+    return sorted(places)
+
+
+def _is_own_folder(path: str) -> bool:
+    status = os.lstat(path)
+    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o022
+    return is_private and status.st_uid == os.getuid()
+
+
+def remove_all_abandoned(place: str) -> list[str]:
+    """Do as `remove_abandoned` here, and wherever a driver of this user has had its folder."""
+    places = {os.path.realpath(path): path for path in (*list_registered_places(), place)}
+    return [temp_dir for path in places.values() for temp_dir in remove_abandoned(path)]
+
+
 def remove_abandoned(place: str) -> list[str]:
     """Remove temporary folders of this user that nobody has locked, and what belonged to them.
 
@@ -225,20 +290,42 @@ def remove_abandoned(place: str) -> list[str]:
             try:
                 _clean_up_by_note(temp_dir)
                 remove_folder(temp_dir)
+                unregister_folder(temp_dir)
             finally:
                 os.close(file)
             removed.append(temp_dir)
     return removed
 
 
-def _clean_up_by_note(temp_dir: str) -> None:
-    """End the processes of a folder's note, and unlink their shared memory."""
+@dataclasses.dataclass(frozen=True)
+class SessionNote:
+    """Files, processes and folders of a session."""
+
+    marker: str
+    files: SharedMemory
+    earlier: SharedMemory  # shared memory that was there before the session
+    folders: tuple[str, ...]  # of the run, which may contain unfinished files
+    locks: tuple[str, ...]  # files that are locked while the run has its folders
+
+
+def read_note(temp_dir: str) -> SessionNote | None:
+    """Read the note in a temporary folder; None: there is none that can be read."""
     try:
         with open(os.path.join(temp_dir, NOTE)) as file:
             note = json.load(file)
-        marker, files = str(note["marker"]).encode(), dict(note["files"])
-    except (OSError, ValueError, KeyError, TypeError):
+        folders, locks = map(tuple, (note.get("folders", ()), note.get("locks", ())))
+        files, earlier = dict(note["files"]), dict(note.get("earlier", {}))
+        return SessionNote(str(note["marker"]), files, earlier, folders, locks)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def _clean_up_by_note(temp_dir: str) -> None:
+    """End the processes of a folder's note; unlink their shared memory and unfinished files."""
+    note = read_note(temp_dir)
+    if note is None:
         return
+    marker, files = note.marker.encode(), note.files
     start = time.monotonic()
     while victims := [pid for pid in list_processes() if marker and has_marker(pid, marker)]:
         for pid in victims:
@@ -252,6 +339,13 @@ def _clean_up_by_note(temp_dir: str) -> None:
         with contextlib.suppress(OSError):
             if os.stat(path).st_ino == inode:
                 os.unlink(path)
+    with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
+        for path in note.locks:  # another run may have these folders by now
+            with contextlib.suppress(FileNotFoundError):
+                lock = stack.enter_context(open(path, "rb"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        for folder in note.folders:
+            remove_partials(folder)
 
 
 class RayProcesses:
@@ -262,6 +356,8 @@ class RayProcesses:
         self.names: dict[int, str] = {}  # by pid
         self.ends: dict[int, int] = {}  # pid by a descriptor that can be read when it has died
         self.gone: list[int] = []  # pids that had died before they could be watched
+        self.stopped_s: dict[int, float] = {}  # for which a pid was found stopped, without a break
+        self.observed_at = time.monotonic()
 
     def read_note(self) -> dict[str, int]:
         """Return the processes that have to live, by name: none before Ray is up and at its end."""
@@ -270,6 +366,19 @@ class RayProcesses:
                 return {str(name): int(pid) for name, pid in json.load(file).items()}
         except (OSError, ValueError, AttributeError, TypeError):
             return {}
+
+    def observe_stops(self, driver: int) -> None:
+        """Measure for how long processes are stopped; not while the driver is stopped, too."""
+        now_s = time.monotonic()
+        passed_s, self.observed_at = min(now_s - self.observed_at, 2 * POLL_S), now_s
+        if not is_stopped(driver):
+            stopped = [pid for pid in self.names if is_stopped(pid)]
+            self.stopped_s = {pid: self.stopped_s.get(pid, 0.0) + passed_s for pid in stopped}
+
+    def list_stopped(self) -> list[int]:
+        """Return the processes that are stopped for too long and should run."""
+        late = [pid for pid, seconds in self.stopped_s.items() if seconds > STOPPED_S]
+        return late if late and self.read_note() else []
 
     def observe(self) -> None:
         """Watch the processes of the note."""
@@ -320,8 +429,9 @@ class Reaper:
         logs: str = "",
         trace_file: str = "",
         command: str = "mcore-rl",
+        locks: Sequence[str] = (),
     ) -> None:
-        self.driver = driver
+        self.driver, self.locks = driver, locks
         self.trace_file, self.command = trace_file, command
         self.ray = RayProcesses(temp_dir)
         self.marker = marker.encode()
@@ -330,8 +440,13 @@ class Reaper:
         self.logs = logs  # where Ray's are copied to
         self.known: dict[int, str] = {}  # start time by pid; a pid may be used again
         self.files: SharedMemory = {}  # of the session
-        self.num_checks = dict.fromkeys(list_shared_memory(), MAX_CHECKS)  # by file
+        self.earlier = list_shared_memory()  # of others
+        if note := read_note(temp_dir):  # of an earlier reaper of this session, which has died
+            self.files, self.earlier = note.files, note.earlier
+        self.num_checks = dict.fromkeys(self.earlier, MAX_CHECKS)  # by file
         self.noted: SharedMemory | None = None
+        self.has_ended, self.is_hanging = False, False  # words of the driver
+        self.signals: list[tuple[int, float]] = []  # the first two signals of the driver, and when
 
     def is_driver_alive(self) -> bool:
         """Return whether the driver is still the parent of this process."""
@@ -364,7 +479,10 @@ class Reaper:
         partial = os.path.join(self.temp_dir, f".{NOTE}.partial")
         with contextlib.suppress(OSError):
             with open(partial, "w") as file:
-                json.dump({"marker": self.marker.decode(), "files": self.files}, file)
+                note = SessionNote(
+                    self.marker.decode(), self.files, self.earlier, (*self.folders,), (*self.locks,)
+                )
+                json.dump(dataclasses.asdict(note), file)
             os.replace(partial, os.path.join(self.temp_dir, NOTE))
             self.noted = dict(self.files)
 
@@ -401,19 +519,21 @@ class Reaper:
         if self.logs:
             copy_ray_logs(self.temp_dir, self.logs)
         remove_folder(self.temp_dir)
+        unregister_folder(self.temp_dir)
         for folder in self.folders:
             remove_partials(folder)
 
     def watch(self, words: int = 0) -> bool:
-        """Wait for the end of the driver, or for the death of a process of its Ray.
+        """Wait for the end of the driver, or for a reason to end it.
 
+        Reasons are a process of its Ray that has died or is stopped, a word, and a second signal.
         A process that was started since the last check has the marker in its environment.
 
         Args:
-            words: Descriptor by which the driver sends a word when it ends by itself.
+            words: Descriptor by which the driver sends words and its signals.
 
         Returns:
-            Whether the driver has sent the word, and reports its end itself.
+            Whether the driver ends by itself, and reports that.
         """
         with contextlib.suppress(ProcessLookupError), watch_new_files(SHM) as events:
             ends = [words, os.pidfd_open(self.driver)]
@@ -423,8 +543,11 @@ class Reaper:
                 self.observe(is_poll=not news)
                 if self.trace_file:
                     self.ray.observe()
-                    if self.ray.gone and self.ray.list_dead():
+                    self.ray.observe_stops(self.driver)
+                    if (self.ray.gone and self.ray.list_dead()) or self.ray.list_stopped():
                         break
+                if self.is_driver_late():
+                    break
                 # A tenth of a core at most, where other programs create files all the time.
                 pause = max(MAPPED_S, 9 * (time.monotonic() - start))
                 watched = [*ends, *self.ray.ends]
@@ -432,8 +555,8 @@ class Reaper:
                 news = [descriptor for descriptor in ready if descriptor in events]
                 if news and len(news) == len(ready):
                     ready = select.select(watched, [], [], pause)[0]
-                if words in ready:
-                    return bool(os.read(words, 8))
+                if words in ready and self._read_words(words):
+                    return self.has_ended
                 if self.ray.ends.keys() & set(ready):
                     if self.ray.list_dead():
                         break
@@ -442,25 +565,58 @@ class Reaper:
                     break
                 for descriptor in news:
                     os.read(descriptor, 1 << 16)  # `observe` lists the folder
-        return bool(select.select([words], [], [], 0)[0] and os.read(words, 8))
+        if select.select([words], [], [], 0)[0]:
+            self._read_words(words)
+        return self.has_ended
 
-    def report_death(self) -> None:
-        """Report what has died, on one line and in the file of traces; then let the driver exit."""
+    def _read_words(self, words: int) -> bool:
+        """Read what the driver has sent; return whether to stop watching it."""
+        text = os.read(words, 1 << 12)
+        self.has_ended = self.has_ended or END in text
+        self.is_hanging = self.is_hanging or HANG in text
+        for number in text if self.trace_file else b"":
+            if number in END_SIGNALS and len(self.signals) < 2:
+                now_s = time.monotonic()
+                if not self.signals or now_s - self.signals[0][1] > REPEATED_S:
+                    self.signals.append((number, now_s))
+        return not text or self.has_ended or self.is_hanging
+
+    def is_driver_late(self) -> bool:
+        """Return whether a second signal has not ended the driver in time."""
+        late_at = [when + SECOND_SIGNAL_S for _, when in self.signals[1:]]
+        return bool(late_at) and time.monotonic() > late_at[0]
+
+    def report_end(self) -> None:
+        """Report why the driver ends, on one line and in the file of traces; then let it exit."""
         if self.ray.has_dead_agent():  # the raylet follows, and Ray complains of that
             self._dismiss_driver()
-        line = self._describe_death()
-        where = self._write_traces(line)
+        status, stacks = 1, ""
+        if self.is_hanging:
+            with contextlib.suppress(OSError), open(os.path.join(self.temp_dir, HANG_NOTE)) as file:
+                stacks = file.read()
+            line, _, stacks = stacks.partition("\n")
+        elif self.is_driver_late() and self.is_driver_alive():
+            status = 128 + self.signals[1][0]
+            name = signal.Signals(self.signals[1][0]).name
+            line = f"{name}, the second signal, did not end the run in {SECOND_SIGNAL_S:g} s"
+        elif (stopped := self.ray.list_stopped()) and self.is_driver_alive():
+            names = " and ".join(self.ray.describe(stopped))
+            are, they = ("is", "it") if len(stopped) == 1 else ("are", "them")
+            line = f"{names} {are} stopped by a signal, and the run ends with {they}"
+        else:
+            line = self._describe_death()
+        where = self._write_traces(line, stacks) if self.trace_file else ""
         if sys.stderr.isatty():  # the line of a progress bar may be unfinished, its cursor hidden
             print("\x1b[?25h", file=sys.stderr)
         with contextlib.suppress(OSError):  # a terminal that has hung up
             print(f"{self.command}: {line}{where}", file=sys.stderr, flush=True)
-        self._dismiss_driver()
+        self._dismiss_driver(status)
 
-    def _dismiss_driver(self) -> None:
-        """Have the driver end itself with status 1; kill it if it does not."""
+    def _dismiss_driver(self, status: int = 1) -> None:
+        """Have the driver end itself with this status; kill it if it does not."""
         if self.is_driver_alive():
             with contextlib.suppress(OSError):
-                os.write(1, REPORTED)
+                os.write(1, bytes([status]))
             with contextlib.suppress(ProcessLookupError):
                 if not select.select([os.pidfd_open(self.driver)], [], [], EXIT_S)[0]:
                     os.kill(self.driver, signal.SIGKILL)
@@ -487,12 +643,12 @@ class Reaper:
         have, they = ("has", "it") if len(names) == 1 else ("have", "them")
         return f"{' and '.join(names)} {have} died, and the run with {they}"
 
-    def _write_traces(self, line: str) -> str:
+    def _write_traces(self, line: str, stacks: str = "") -> str:
         """Write the file of traces, with the ends of Ray's logs; return where it is, in brackets.
 
         What the driver has written on its way out stays in front.
         """
-        text, earlier = [line], ""
+        text, earlier = [line, *([stacks] if stacks else [])], ""
         for name in ("gcs_server.out", "gcs_server.err", "raylet.out", "raylet.err"):
             if lines := read_last_lines(self.temp_dir, name):
                 text += ["", f"The end of {name}:", *lines]
@@ -533,10 +689,9 @@ def main() -> None:
     # A batch system signals every process of a job, and some of these signals are for the driver.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    driver, marker, temp_dir, logs, trace_file, command, *folders = sys.argv[1:]
-    reaper = Reaper(int(driver), marker, temp_dir, folders, logs, trace_file, command)
-    if not reaper.watch() and trace_file:
-        reaper.report_death()
+    reaper = Reaper(**json.loads(sys.argv[1]))
+    if not reaper.watch() and (reaper.trace_file or reaper.is_hanging):
+        reaper.report_end()
     reaper.clean_up()
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from concurrent.futures import wait
 from pathlib import Path
 from typing import Any, Self
 
@@ -21,6 +23,8 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
+
+_POLL_S = 1.0  # of a wait for bundles
 
 
 class ResourcePool:
@@ -75,7 +79,7 @@ class ResourcePool:
             name=detached,
             lifetime="detached" if detached else None,
         )
-        if not self.placement_group.wait(timeout_seconds=timeout_s):
+        if not self._wait_for_bundles(timeout_s):
             message = self._describe_shortage(f"did not find room in {timeout_s:g} s")
             self.close()
             raise ConfigError(message)
@@ -83,6 +87,14 @@ class ResourcePool:
         table = placement_group_table(self.placement_group)["bundles_to_node_id"]
         self._nodes = [names[table[index]] for index in range(num_ranks)]
         self.bundles = order_by_node(self._nodes)
+
+    def _wait_for_bundles(self, timeout_s: float) -> bool:
+        """Wait for the bundles; return whether they are there. No call of Ray takes long."""
+        deadline = time.monotonic() + timeout_s
+        while not self.placement_group.wait(min(_POLL_S, max(0.0, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def get_node(self, rank: int) -> str:
         """Return the name of the node that has the bundle of a rank."""
@@ -120,7 +132,9 @@ class ResourcePool:
             ).remote()
             for index in self.bundles
         ]
-        return [",".join(ids) for ids in ray.get(calls, timeout=timeout_s)]
+        futures = [call.future() for call in calls]
+        wait(futures, timeout=timeout_s)
+        return [",".join(future.result(timeout=0)) for future in futures]
 
     def close(self) -> None:
         """Give the bundles back and end the actors in them. May be called twice."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from typing import Any, Protocol, Self
 
 import ray
@@ -462,14 +463,14 @@ def _get_detached_actors(group: str, ranks: Iterable[int]) -> list[Any]:
 
 def _call_detached(name: str, actors: Sequence[Any], method: str, timeout: Timeout) -> list[Any]:
     """Return the values of a method of the actors, by rank."""
-    calls = {getattr(actor, method).remote(): rank for rank, actor in enumerate(actors)}
-    _, late = ray.wait(list(calls), num_returns=len(calls), timeout=timeout.seconds)
+    calls = {getattr(actor, method).remote().future(): r for r, actor in enumerate(actors)}
+    late = wait(calls, timeout=timeout.seconds).not_done
     if late:
-        ranks = ", ".join(str(calls[reference]) for reference in late)
+        ranks = ", ".join(sorted(str(calls[call]) for call in late))
         why = "an earlier call has not ended there"
         raise _create_attach_error(name, f"rank {ranks} has not answered in {timeout}: {why}")
     try:
-        replies: list[Reply] = ray.get(list(calls))
+        replies: list[Reply] = [call.result() for call in calls]
     except RayError as error:
         why = f"a rank has died ({type(error).__name__})"
         raise _create_attach_error(name, why) from error

@@ -590,6 +590,7 @@ def open_session(config: RLConfig, num_devices: int, scratch_dir: Path) -> Itera
         resources=needed if CPU_RESOURCE in needed else None,
         needed=needed,
         object_store_bytes=store,
+        timeouts=config.timeouts,
     ):
         if os.environ.get("RAY_ADDRESS"):
             warn_of_small_stores(

@@ -273,7 +273,13 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
     needed = {device: layout.world_size * num_pools}
     resources = needed if device == CPU_RESOURCE else None
     with (
-        ray_session(temp_dir=scratch_dir, log_to_driver=False, resources=resources, needed=needed),
+        ray_session(
+            temp_dir=scratch_dir,
+            log_to_driver=False,
+            resources=resources,
+            needed=needed,
+            timeouts=config.timeouts,
+        ),
         ExitStack() as stack,
     ):
         pools: list[ResourcePool] = []

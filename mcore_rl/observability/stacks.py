@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,6 +73,18 @@ def inspect_process(pid: int) -> list[ProcessState]:
     return states or [ProcessState(pid, "", _GONE, "")]
 
 
+def describe_stopped_processes(processes: Iterable[psutil.Process]) -> str:
+    """Name the processes that a signal has stopped, on a line; say so if there are none."""
+    names = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if _STATES.get(process.status()) == _STOPPED:
+                names.append(f"process {process.pid} ({_get_command(process)})")
+    if not names:
+        return "no process of the run is stopped"
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} {_STOPPED}"
+
+
 def summarize_states(states: Sequence[ProcessState]) -> str:
     """Return a line with the state and the innermost frame of the likeliest cause of a hang.
 
@@ -94,11 +106,15 @@ def format_stacks(states: Sequence[ProcessState]) -> str:
 def _read_state(process: psutil.Process) -> ProcessState:
     name, state = "", _GONE
     with contextlib.suppress(psutil.Error):
-        program, *words = process.cmdline() or [""]
-        name = " ".join([Path(program).name, *words])[:60].strip()
+        name = _get_command(process)
         state = _STATES.get(process.status(), _WAITING)
     stacks = "" if state == _GONE else _read_stacks(process.pid, state)
     return ProcessState(process.pid, name, state, stacks)
+
+
+def _get_command(process: psutil.Process) -> str:
+    program, *words = process.cmdline() or [""]
+    return " ".join([Path(program).name, *words])[:60].strip()
 
 
 def _is_python(process: psutil.Process) -> bool:

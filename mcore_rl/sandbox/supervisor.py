@@ -133,7 +133,7 @@ class _Call:
                     pass_fds=(request_fd, ready),
                     start_new_session=True,
                     env={},
-                    preexec_fn=self._prepare_process,
+                    preexec_fn=lambda: self._prepare_process(launch["uid"]),
                 )
             except subprocess.SubprocessError as error:
                 raise OSError(f"the program cannot join its cgroup: {error}") from error
@@ -148,10 +148,16 @@ class _Call:
         if self._cgroup:
             self._cgroup.remove()
 
-    def _prepare_process(self) -> None:
-        """Join the cgroup, in the new process before exec."""
+    def _prepare_process(self, uid: int | None) -> None:
+        """Join the cgroup, in the new process before exec; make pipes those of the program's user.
+
+        By its names of them, as /dev/stdin, it can open only pipes that its user may read or write.
+        """
         if self._cgroup:
             self._cgroup.join()
+        if uid is not None:
+            for stream in range(3):
+                os.fchown(stream, uid, uid)
         with contextlib.suppress(OSError):  # the first to go when the machine is out of memory
             Path("/proc/self/oom_score_adj").write_text("1000")
 

@@ -167,7 +167,9 @@ def _build_bwrap_command(tier: Tier, settings: SandboxSettings) -> Iterator[str]
         yield from ("--ro-bind-try", path, path)
     size = str(settings.scratch_mb << 20)
     if tier.has_proc:
-        yield from ("--proc", "/proc")
+        # Read-only: without CAP_SYS_RESOURCE, as in containers, the kernel lets a process lower its
+        # oom_score_adj again.
+        yield from ("--proc", "/proc", "--remount-ro", "/proc")
     yield from ("--perms", "0755", "--tmpfs", "/dev")
     for name, source in _DEVICES.items():
         yield from ("--dev-bind", f"/dev/{source}", f"/dev/{name}")

@@ -89,11 +89,12 @@ def shared_memory(process: psutil.Process) -> set[Path]:
 
 def processes_of(job, server: int) -> list[psutil.Process]:
     """Return the living processes of a server by their log: the actor, then its engine."""
-    alive = [p for p in set(job.processes) if lives(p) and _prints_to(p, f"rollout-{server}-0.log")]
+    alive = [p for p in set(job.processes) if lives(p) and prints_to(p, f"rollout-{server}-0.log")]
     return sorted(alive, key=lambda process: process.create_time())
 
 
-def _prints_to(process: psutil.Process, log: str) -> bool:
+def prints_to(process: psutil.Process, log: str) -> bool:
+    """Return whether it writes to a log of this name."""
     try:
         return os.path.realpath(f"/proc/{process.pid}/fd/2").endswith(f"/{log}")
     except OSError:

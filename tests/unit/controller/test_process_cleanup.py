@@ -15,13 +15,15 @@ from pathlib import Path
 
 import pytest
 
+from mcore_rl.controller import reaper
 from mcore_rl.controller.process_cleanup import (
     STOP_SIGNALS,
     RunStopped,
     catch_stop_signals,
     keep_sigterm_handler,
 )
-from mcore_rl.controller.reaper import list_processes
+from mcore_rl.controller.reaper import list_processes, read_command_line
+from tests.nightly import all_but
 
 JOB = """
 import sys, time
@@ -150,13 +152,24 @@ def test_a_second_signal_acts_as_before(second, status):
         assert process.wait(10) == status
 
 
+# The reaper with shorter limits of time.
+FAST_REAPER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("reaper", REAPER)
+sys.modules["reaper"] = reaper = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reaper)
+reaper.STOPPED_S = reaper.SECOND_SIGNAL_S = 1.5
+reaper.main()
+"""
 # Processes that sleep stand in for Ray's; the driver waits for a line, in the middle of a run.
 DRIVER = """
-import json, subprocess, sys
+import ctypes, json, subprocess, sys
 from pathlib import Path
+from mcore_rl.controller import reaper
 from mcore_rl.controller.process_cleanup import (
-    clean_up_on_exit, wait_if_ray_died, watch_ray_processes
+    clean_up_on_exit, end_hanging_process, wait_if_ray_died, watch_ray_processes
 )
+reaper.__file__ = sys.argv.pop(2)
 sys.argv[1:] = ["rl", *sys.argv[1:]]
 names = "GCS", "raylet", "dashboard agent", "runtime env agent"
 logs = Path(sys.argv[2])
@@ -169,6 +182,13 @@ with clean_up_on_exit(logs=logs / "ray", trace_file=logs / "error.txt") as scrat
             word = sys.stdin.readline().strip()
             if word == "fail":
                 raise SystemExit("a line of its own")
+            if word == "lock":  # in C code, which signals do not interrupt
+                mutex = (ctypes.c_char * 64)()
+                for _ in range(2):
+                    ctypes.CDLL(None).pthread_mutex_lock(mutex)
+            if word == "hang":
+                end_hanging_process("Ray has not answered\\n\\nMainThread: a stack")
+                sys.stdin.read()
             if word == "ask":  # a rank is lost, it seems
                 wait_if_ray_died()
                 print("blamed a rank", flush=True)
@@ -190,6 +210,12 @@ class Run:
         for name in names:
             os.kill(self.pids[name], signal.SIGKILL)
 
+    def say(self, word: str) -> None:
+        """Send a word to the driver, and leave its stdin open."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+
     def end(self, word: str = "") -> tuple[int, str, str]:
         """Return status, stdout and stderr, when the reaper has ended, too."""
         if not word:
@@ -207,7 +233,10 @@ def run(tmp_path: Path) -> Iterator[Run]:
 @contextmanager
 def start_run(logs: Path) -> Iterator[Run]:
     logs.mkdir(exist_ok=True)
-    command = [sys.executable, "-c", DRIVER, str(logs)]
+    script = logs.parent / "fast" / "reaper.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(f"REAPER = {reaper.__file__!r}{FAST_REAPER}")
+    command = [sys.executable, "-c", DRIVER, str(logs), str(script)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(command, text=True, **pipes) as process:
         try:
@@ -326,3 +355,124 @@ def test_a_process_may_have_any_name(run):
         run.kill("GCS")
         assert run.end()[2].startswith("mcore-rl rl: Ray's GCS (process ")
         named.kill()
+
+
+@pytest.mark.parametrize("name", all_but(["raylet"], ["GCS", "raylet", "runtime env agent"]))
+def test_a_process_of_rays_that_is_stopped_ends_the_driver_with_one_line(run, name):
+    os.kill(run.pids[name], signal.SIGSTOP)
+    status, _, err = run.end()
+    line = f"Ray's {name} (process {run.pids[name]}) is stopped by a signal, and the run ends with"
+    assert (status, err) == (1, f"mcore-rl rl: {line} it (more: {run.logs / 'error.txt'})\n")
+    assert not {*run.pids.values()} & list_processes().keys()
+
+
+def test_wait_if_ray_died_leaves_the_report_of_a_stop_to_the_reaper(run):
+    os.kill(run.pids["GCS"], signal.SIGSTOP)
+    status, out, err = run.end("ask")
+    assert (status, out) == (1, "")
+    assert err.startswith("mcore-rl rl: Ray's GCS (process ")
+
+
+def test_a_run_that_is_suspended_as_a_whole_goes_on(run):
+    pids = [*run.pids.values(), run.process.pid]
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(3)  # twice the limit
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert run.end("end") == (0, "", "")
+
+
+def test_processes_of_rays_that_are_stopped_for_a_moment_end_nothing(run):
+    for _ in range(3):
+        os.kill(run.pids["raylet"], signal.SIGSTOP)
+        time.sleep(0.8)
+        os.kill(run.pids["raylet"], signal.SIGCONT)
+        time.sleep(0.8)
+    assert run.end("end") == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    "number", all_but([signal.SIGTERM], [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+)
+def test_a_second_signal_ends_a_driver_that_is_busy_in_c(run, number):
+    run.say("lock")
+    time.sleep(0.5)
+    run.process.send_signal(number)
+    time.sleep(reaper.REPEATED_S + 0.2)
+    assert run.process.poll() is None
+    run.process.send_signal(number)
+    status, _, err = run.end()
+    assert status == 128 + number
+    line = f"mcore-rl rl: {number.name}, the second signal, did not end the run in 1.5 s (more: "
+    assert err.startswith(line) and err.count("\n") == 1
+    assert not {*run.pids.values()} & list_processes().keys()
+    assert not run.ray_logs.parents[2].exists()
+
+
+def test_a_signal_that_comes_twice_at_once_is_one(run):
+    run.say("lock")
+    time.sleep(0.5)
+    for _ in range(2):
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.1)
+    time.sleep(2.5)
+    assert run.process.poll() is None
+
+
+def test_a_driver_that_hangs_is_ended_with_its_report(run):
+    run.say("hang")
+    status, _, err = run.end()
+    assert status == 1
+    assert err == f"mcore-rl rl: Ray has not answered (more: {run.logs / 'error.txt'})\n"
+    text = (run.logs / "error.txt").read_text()
+    assert text == "Ray has not answered\n\nMainThread: a stack\n"
+
+
+def find_reaper(run: Run) -> int:
+    children = [p for p, (parent, _) in list_processes().items() if parent == run.process.pid]
+    [pid] = [pid for pid in children if b"reaper.py" in read_command_line(pid)]
+    return pid
+
+
+def kill_reaper(run: Run) -> int:
+    """Kill the reaper, and return its pid when another one runs."""
+    killed = find_reaper(run)
+    os.kill(killed, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while True:
+        try:
+            if find_reaper(run) != killed:
+                return killed
+        except ValueError:
+            assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_reaper_that_dies_is_started_again_and_nothing_is_left(run):
+    killed = [kill_reaper(run), kill_reaper(run)]
+    status, _, err = run.end("end")
+    lines = [
+        f"mcore-rl: warning: the process {pid}, which cleans up after the run, has died; it is "
+        "started again"
+        for pid in killed
+    ]
+    assert (status, err.splitlines()) == (0, lines)
+    assert not run.ray_logs.parents[2].exists()
+
+
+def test_the_second_reaper_reports_a_death(run):
+    kill_reaper(run)
+    time.sleep(1)
+    run.kill("raylet")
+    status, _, err = run.end()
+    assert status == 1 and "Ray's raylet (process " in err.splitlines()[-1]
+
+
+def test_a_reaper_that_is_stopped_is_continued(run):
+    pid = find_reaper(run)
+    os.kill(pid, signal.SIGSTOP)
+    status, _, err = run.end("end")
+    line = f"mcore-rl: warning: the process {pid}, which cleans up, is continued\n"
+    assert (status, err) == (0, line)
+    assert not run.ray_logs.parents[2].exists()

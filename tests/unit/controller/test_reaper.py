@@ -156,12 +156,7 @@ def test_remove_abandoned_cleans_up_after_a_killed_reaper(tmp_path):
     note = temp_dir / module.NOTE
     try:
         wait_until(lambda: note.exists() and "test_scope_left" in note.read_text())
-        tree = [*psutil.Process(scope.pid).children(recursive=True), psutil.Process(scope.pid)]
-        for process in tree:
-            process.suspend()
-        for process in tree:
-            process.kill()
-        scope.wait()
+        kill_with_reaper(scope)
         assert Path("/dev/shm/test_scope_left").exists()
         wait_until(
             lambda: str(temp_dir) in module.remove_abandoned(str(temp_dir.parent))
@@ -170,6 +165,122 @@ def test_remove_abandoned_cleans_up_after_a_killed_reaper(tmp_path):
     finally:
         Path("/dev/shm/test_scope_left").unlink(missing_ok=True)
         shutil.rmtree(place, ignore_errors=True)
+
+
+def kill_with_reaper(scope: subprocess.Popen[str]) -> None:
+    """Kill a driver and its processes at once."""
+    tree = [*psutil.Process(scope.pid).children(recursive=True), psutil.Process(scope.pid)]
+    for process in tree:
+        process.suspend()
+    for process in tree:
+        process.kill()
+    scope.wait()
+
+
+SCOPE = """
+import multiprocessing.shared_memory as m, sys
+from mcore_rl.controller.process_cleanup import clean_up_on_exit
+from mcore_rl.jobs.output import lock_run_dir
+with lock_run_dir(sys.argv[1], "auto") as run, clean_up_on_exit(run.folder, locks=[run.fd]) as temp:
+    made = []
+    print(temp, flush=True)
+    for name in sys.stdin:
+        made.append(m.SharedMemory(name.strip(), create=True, size=8))
+        print("made", flush=True)
+"""
+
+
+@pytest.fixture
+def places():
+    """Return two folders with short paths, for temporary files."""
+    folders = [Path(tempfile.mkdtemp(dir="/tmp")) for _ in range(2)]
+    yield folders
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def start_scope(output: Path, place: Path) -> subprocess.Popen[str]:
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    environment = os.environ | {"TMPDIR": str(place)}
+    command = [sys.executable, "-c", SCOPE, str(output)]
+    return subprocess.Popen(command, text=True, env=environment, **pipes)
+
+
+def make_memory(scope: subprocess.Popen[str], name: str) -> Path:
+    assert scope.stdin is not None and scope.stdout is not None
+    scope.stdin.write(f"{name}\n")
+    scope.stdin.flush()
+    assert scope.stdout.readline() == "made\n"
+    return Path("/dev/shm", name)
+
+
+def test_a_run_with_another_tmpdir_removes_what_a_dead_one_has_left(tmp_path, places):
+    # Its unfinished files, too, unless another run has the folder by now.
+    dead = [start_scope(tmp_path / name, places[0]) for name in ("abandoned", "resumed")]
+    folders = [Path(scope.stdout.readline().strip()) for scope in dead]
+    for name in ("abandoned", "resumed"):
+        (tmp_path / name / ".table.partial").touch()
+    for scope, folder in zip(dead, folders, strict=True):
+        wait_until((folder / module.NOTE).exists)
+        kill_with_reaper(scope)
+    resumed = start_scope(tmp_path / "resumed", tmp_path)  # of which the path is too long
+    try:
+        assert resumed.stdout.readline().startswith("/tmp/")
+        wait_until(lambda: not any(folder.exists() for folder in folders))
+        assert not (tmp_path / "abandoned" / ".table.partial").exists()
+        assert not (tmp_path / "abandoned" / ".lock.partial").exists()
+        assert (tmp_path / "resumed" / ".table.partial").exists()
+        links = os.listdir(module.get_registry())
+        assert not {folder.name for folder in folders} & {*links}
+    finally:
+        resumed.communicate(timeout=60)
+    assert not (tmp_path / "resumed" / ".table.partial").exists()
+
+
+def test_the_registry_of_another_user_is_not_read(tmp_path, monkeypatch):
+    registry = tmp_path / "registry"
+    monkeypatch.setattr(module, "get_registry", lambda: str(registry))
+    module.register_folder(str(tmp_path / "mcr_one"))
+    assert module.list_registered_places() == [str(tmp_path)]
+    registry.chmod(0o777)
+    assert module.list_registered_places() == []
+    module.register_folder(str(tmp_path / "mcr_two"))
+    assert os.listdir(registry) == ["mcr_one"]
+
+
+def test_a_reaper_that_is_started_again_knows_the_memory_of_its_session(tmp_path, places):
+    # Of before, and of the moment in which there was no reaper; not what was there earlier.
+    foreign = Path("/dev/shm", f"test_foreign_{os.getpid()}")
+    foreign.write_bytes(bytes(8))
+    scope = start_scope(tmp_path / "out", places[0])
+    note = Path(scope.stdout.readline().strip()) / module.NOTE
+    names = [f"test_{when}_{os.getpid()}" for when in ("before", "between", "after")]
+    memory = []
+    try:
+        wait_until(note.exists)
+        memory.append(make_memory(scope, names[0]))
+        wait_until(lambda: names[0] in note.read_text())
+        [reaper] = [
+            p for p in psutil.Process(scope.pid).children() if "reaper.py" in str(p.cmdline())
+        ]
+        reaper.kill()
+        memory.append(make_memory(scope, names[1]))
+        wait_until(lambda: names[1] in note.read_text())
+        memory.append(make_memory(scope, names[2]))
+        wait_until(lambda: all(name in note.read_text() for name in names))
+        for tracker in psutil.Process(scope.pid).children():
+            if "resource_tracker" in str(tracker.cmdline()):
+                tracker.kill()  # which would unlink them
+        scope.kill()
+        scope.wait()
+        wait_until(lambda: not any(file.exists() for file in memory))
+        wait_until(lambda: not note.exists())
+        assert foreign.exists()
+    finally:
+        scope.kill()
+        scope.communicate()
+        for file in (*memory, foreign):
+            file.unlink(missing_ok=True)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -269,6 +269,81 @@ def test_a_scratch_folder_that_is_filled(place):
         assert result.status == "error" and "No space left" in result.stderr
 
 
+BY_FILE_NAME = """
+for name in ("/dev/stdout", "/dev/fd/1", "/proc/self/fd/1"):
+    with open(name, "w") as file:
+        file.write(f"{name}\\n")
+with open("/dev/stderr", "w") as file:
+    file.write("an error")
+print(open("/dev/stdin").read())
+"""
+
+
+@in_each_place
+def test_standard_streams_can_be_opened_by_the_names_of_their_files(place):
+    if not require(place).tier.has_proc:
+        pytest.skip("the names lead to /proc")
+    result = place.run(BY_FILE_NAME, "3 4")
+    assert result.stdout == "/dev/stdout\n/dev/fd/1\n/proc/self/fd/1\n3 4\n", result
+    assert (result.status, result.stderr) == ("ok", "an error")
+
+
+@in_each_place
+def test_standard_streams_of_a_subprocess_can_be_opened_by_name(place):
+    if require(place).tier.name == "landlock" or not place.tier.has_proc:
+        pytest.skip("no subprocesses, or no names")
+    result = place.run(
+        ["sh", "-c", "cat /dev/stdin > /dev/stdout; echo no >&2 2> /dev/stderr"], "a"
+    )
+    assert (result.stdout, result.stderr) == ("a", "no\n")
+
+
+OOM_SCORE = """
+import os
+for name in ("oom_score_adj", "oom_adj"):
+    for pid in ("self", os.getpid(), os.getppid()):
+        try:
+            with open(f"/proc/{pid}/{name}", "w") as file:
+                file.write("0")
+        except OSError:
+            pass
+with open("/proc/self/oom_score_adj") as file:
+    print(file.read())
+"""
+
+
+@in_each_place
+def test_a_program_stays_the_first_that_the_kernel_ends_without_memory(place):
+    result = require(place).run(OOM_SCORE)
+    if place.tier.name == "landlock" or not place.tier.has_proc:
+        assert "/proc/self/oom_score_adj" in result.stderr  # there is none for it
+    else:
+        assert result.stdout.strip() == "1000", result
+
+
+RAISES_LIMITS = """
+import resource
+for name in ("CORE", "MSGQUEUE", "SIGPENDING", "NOFILE", "FSIZE", "CPU", "AS"):
+    kind = getattr(resource, f"RLIMIT_{name}")
+    soft, hard = resource.getrlimit(kind)
+    try:
+        resource.setrlimit(kind, (hard, hard + 1))
+        print(name, "was raised")
+    except (OSError, ValueError):
+        pass
+    print(name, hard)
+"""
+
+
+@in_each_place
+def test_limits_of_the_kernel_are_those_of_the_settings_and_cannot_be_raised(place):
+    # Without core dumps, which the machine may write outside.
+    result = require(place).run(RAISES_LIMITS)
+    limits = "CORE 0", "MSGQUEUE 0", "SIGPENDING 128", "NOFILE 128"
+    sizes = f"FSIZE {8 << 20}", "CPU 6", f"AS {256 << 20}"
+    assert result.stdout.splitlines() == [*limits, *sizes], result
+
+
 @in_each_place
 def test_a_file_larger_than_the_scratch_folder(place):
     result = require(place).run("f = open('f', 'wb')\nwhile True: f.write(bytes(1 << 20))")

@@ -152,6 +152,61 @@ def test_inodes_of_a_folder_in_memory_count_as_files(place, folder):
     assert held_mib(result.stdout) < 64
 
 
+FILL_FOLDERS = """
+import errno
+for folder in ("/dev/shm", "/tmp"):
+    num_bytes = 0
+    try:
+        for number in range(16):
+            with open(f"{folder}/{number}", "wb", buffering=0) as file:
+                num_bytes += file.write(bytes(1 << 20))
+    except OSError as error:
+        print(folder, num_bytes >> 20, errno.errorcode[error.errno])
+for folder in ("/dev", "/", "/usr", "/proc", "/proc/sys"):
+    try:
+        open(f"{folder}/file", "wb").close()
+        print("a file in", folder)
+    except OSError:
+        pass
+"""
+
+
+@in_bwrap
+def test_folders_in_memory_have_the_size_of_the_scratch_folder(place):
+    # A fill of /dev/shm counts no more than one of /tmp.
+    result = require(place).run(FILL_FOLDERS)
+    lines = [line.split() for line in result.stdout.splitlines()]
+    assert [(name, error) for name, _, error in lines] == [
+        ("/dev/shm", "ENOSPC"),
+        ("/tmp", "ENOSPC"),
+    ]
+    assert all(7 <= int(size) <= 8 for _, size, _ in lines), result
+
+
+MAP_SHARED = """
+import mmap, os, sys, time
+with open(f"{sys.argv[1]}/shared", "wb+") as file:
+    file.truncate(80 << 20)
+    memory = mmap.mmap(file.fileno(), 80 << 20)
+for start in range(0, len(memory), 4096):
+    memory[start] = 1
+for _ in range(3):
+    if os.fork() == 0:
+        assert sum(memory[start] for start in range(0, len(memory), 4096)) == 80 << 8
+        time.sleep(5)
+        os._exit(0)
+time.sleep(5)
+"""
+
+
+@in_bwrap
+@pytest.mark.parametrize("folder", ["/tmp", "/dev/shm"])
+def test_shared_memory_that_processes_map_counts_in_each(place, folder):
+    # Four of 80 MiB, each below its own limit; all pages are of a file, none is anonymous.
+    program = ["python3", "-c", MAP_SHARED, folder]
+    assert require(place).run(program, scratch_mb=100).status == "memory"
+
+
 @in_landlock
 @pytest.mark.parametrize("source", [NAMELESS, NAMELESS + CLOSED], ids=["open", "mapped"])
 def test_files_without_a_name_count(place, source):
