@@ -76,6 +76,7 @@ class DeviceSharing:
         """
         self.servers.follow_desired()
         is_shared = are_colocated(self.placement, "actor", ROLLOUT)
+        self.offload_rollout()  # when weights are sent again, servers have the devices still
         self.use("actor")
         if self._has_sleeping_servers:
             self._offload_others(ROLLOUT, except_role="actor")
