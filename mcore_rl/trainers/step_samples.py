@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,7 +77,7 @@ class StepSampler:
             passed = select_rows(filter_groups, batch, policy)
             if count_groups(passed) >= num_needed or len(rounds) == policy.max_rounds:
                 break
-        self.update_curriculum(generated, batch)
+        self.update_curriculum([ids for p in prompts for ids in p.array("group_ids")], batch)
         if policy.group_filter:
             metrics |= _describe_filter(len(rounds), batch, passed, num_needed)
         if count_groups(passed) < num_needed and policy.if_short == "stop":
@@ -114,8 +114,8 @@ class StepSampler:
             batch = shuffle_rewards(batch, [self.config.seed, step])
         return batch, metrics
 
-    def update_curriculum(self, generated: Samples, batch: Samples) -> None:
-        """Report successes by group; `batch` has the samples of `generated` that got a reward."""
+    def update_curriculum(self, group_ids: Iterable[int], batch: Samples) -> None:
+        """Report successes by group; `batch` has the samples of these groups that got a reward."""
         curriculum = self.config.data.curriculum
         if curriculum.name:
             trajectories = Trajectories(get_sample_columns(batch)).join()
@@ -123,8 +123,8 @@ class StepSampler:
                 trajectories, curriculum.success, "data.curriculum.success"
             )
             has_succeeded = rewards >= curriculum.min_reward
-            group_ids = trajectories.array("group_ids")
-            self.prompts.observe(generated.array("group_ids"), group_ids, has_succeeded)
+            rewarded_groups = trajectories.array("group_ids")
+            self.prompts.observe({*map(int, group_ids)}, rewarded_groups, has_succeeded)
 
     def add_replayed(
         self, fresh: Samples, replayed: Samples | None, step: int

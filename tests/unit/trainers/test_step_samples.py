@@ -154,6 +154,24 @@ def test_a_curriculum_comes_to_the_prompts_that_succeed_half_of_the_time():
     assert shares[0] < 0.6 and shares[1] > 0.9
 
 
+def test_a_curriculum_forgets_each_prompt_that_was_generated(monkeypatch):
+    """Also those whose greedy response got no reward (ReMax), of which no sample is left."""
+    sampler = build_sampler(FilterConfig(), CurriculumConfig(name="window"))
+    sampler.config.algorithm.advantage = "remax"
+    generate = Pool.generate
+
+    def fail_first(self, prompts, n, *, is_greedy=False):
+        batch = generate(self, prompts, 2).take([*range(0, 2 * len(prompts), 3 - n)])
+        errors = np.array(["late" if is_greedy else ""] + [""] * (len(batch) - 1))
+        return batch.with_columns(reward_errors=errors)
+
+    monkeypatch.setattr(Pool, "generate", fail_first)
+    for step in range(1, 5):
+        assert len(collect(sampler, step)[0]) == 5
+        assert sampler.prompts.state_dict()["drawn"] == []
+    assert sampler.prompts.state_dict()["sampler"]["responses"].sum() > 0
+
+
 def test_a_resumed_state_draws_and_replays_what_would_have_come():
     policy = FilterConfig(
         group_filter="drop_uniform", max_rounds=9, replay=ReplayConfig(share=0.4, max_age=2)
