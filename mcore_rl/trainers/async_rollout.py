@@ -37,7 +37,7 @@ from mcore_rl.rollout.buffer import (
     StalenessSettings,
 )
 from mcore_rl.rollout.manager import report_lost_groups
-from mcore_rl.rollout.server_pool import ALL
+from mcore_rl.rollout.server_pool import ALL, NoServersError
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
@@ -331,7 +331,8 @@ class RolloutPrefetcher:
     that were generated and not taken are a state of a checkpoint: a resumed run trains on them, so
     that it draws the prompts, and gets the samples, that it would have had. A step that has lost
     samples with a node is generated again, with the same prompts, the buffer as it was before, and
-    the weights that servers have by then.
+    the weights that servers have by then. So is a step whose last server has died, when the trainer
+    had updated its weights: it waits for the next push.
     """
 
     def __init__(
@@ -378,8 +379,21 @@ class RolloutPrefetcher:
         Raises:
             PolicyMismatchError, ConfigError, WorkerError: As StepSampler.collect.
         """
-        if self._pending is not None:
+        if self._pending is None:
+            return
+        try:
             self._pending.result()
+        except NoServersError:
+            print(f"step {self._step} is generated after the next push: no server has its weights")
+            self._sampler.rollout.abandon_all()
+            self._reset_sampler()
+            self._pending = self._begun_from = None
+
+    def _reset_sampler(self) -> None:
+        """Restore prompts and buffer as they were before the step was begun."""
+        assert self._begun_from is not None
+        self._sampler.prompts.load_state_dict(self._begun_from[0])
+        self._sampler.replay.restore(self._begun_from[1])
 
     def take(self, step: int, version: int) -> StepResult:
         """Return samples and metrics of a step; generate them now, of this version, if not before.
@@ -402,8 +416,7 @@ class RolloutPrefetcher:
         result = self._pending.result()
         while self._begun_from is not None and (lost := find_lost_groups([result[0]])):
             report_lost_groups(lost)
-            self._sampler.prompts.load_state_dict(self._begun_from[0])
-            self._sampler.replay.restore(self._begun_from[1])
+            self._reset_sampler()
             age = self._step - 1 - self._sampler.rollout.servers.version
             result = self._sampler.collect(self._step, age)
             self._pending = Future()

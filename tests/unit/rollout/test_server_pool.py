@@ -211,7 +211,14 @@ def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
     assert len(started) > 5 and all(group.end_reason for group in started[:-1])
     output = capsys.readouterr().out
     assert output.count("It is started again: 1, rollout.max_restarts=3\n") == 1
-    assert len(re.findall(r"(?m)^rollout-1\.prepare It is started again$", output)) > 4
+    assert (
+        len(
+            re.findall(
+                r"(?m)^server 1 on host host: rollout-1\.prepare It is started again$", output
+            )
+        )
+        > 4
+    )
     groups[0].last("collect").reply.set_exception(RayActorError())
     with pytest.raises(WorkerError, match=r"rollout-[01]\.prepare"):  # none serves
         for _ in range(9):
@@ -488,7 +495,9 @@ def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, cap
     pool.collect("train", 0)
     assert [group.name for group in restarted] == ["rollout-0"] and not good.end_reason
     assert "rank 0 (host host, pid 1)" in late.end_reason
-    assert "It is started again: 1, rollout.max_restarts=3" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.startswith("server 0 on host host is lost: rank 0 (host host, pid 1)")
+    assert "It is started again: 1, rollout.max_restarts=3" in output
 
 
 def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):
