@@ -63,7 +63,7 @@ BY_VALUE_BYTES = 128
 
 
 class NoServersError(WorkerError):
-    """No server has the weights to serve, and the trainer cannot send them again."""
+    """No server is left that has the weights to serve, or that could take them now."""
 
 
 @dataclass(eq=False, slots=True)
@@ -512,12 +512,13 @@ class ServerPool:
         """Mark servers as up that have started. If none is up, wait for one.
 
         Raises:
-            ConfigError, WorkerError: a server cannot be started; on shared devices, none is left.
+            ConfigError, WorkerError: a server cannot be started.
+            NoServersError: none is left on shared devices, where others start with `start_asleep`.
         """
         self._poll()
         while not self._up:
             if not self._wait_for_starts():
-                raise WorkerError(f"{self.name}: no server is left that could take weights")
+                raise NoServersError(f"{self.name}: no server is left that could take weights")
 
     def attempt(
         self,

@@ -161,7 +161,7 @@ class AsyncRollout:
         else:
             generated = append_released(rejected[0], rejected[1:])
         batch, metrics = self._sampler.apply_rewards(generated, step)
-        self._sampler.update_curriculum(generated.array("group_ids"), batch)
+        self._sampler.update_curriculum([generated], batch)
         if self._config.algorithm.filter.group_filter:
             metrics |= {
                 "samples/groups": float(num_groups),
