@@ -3,7 +3,7 @@
 Trainers, sampler, server pool, device sharing, weight sync, checkpoints and calls are those of a
 job. Modelled are the ranks (mcore_rl/tools/simulate), the clock, and the store of samples, which
 loses them with the node of a server. Models of ranks refuse what real ones cannot do: a server has
-the states of `mcore_rl.inference.lifecycle`, and roles that share devices may not have them at once.
+the states of `mcore_rl.inference.lifecycle`, and roles that share devices have them by turns.
 
 A run that ends by a signal or a death goes on from its last checkpoint, in a new process.
 """
@@ -13,12 +13,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,7 +24,7 @@ from ray.exceptions import OwnerDiedError
 
 from mcore_rl.checkpoint.files import build_manifest, write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import list_steps, read_checkpoint
-from mcore_rl.config.errors import ConfigError, StateError
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import are_colocated, get_staleness, resolve, resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig, SampleLogConfig
 from mcore_rl.controller import batch_ops, object_columns, simulated_group
@@ -34,7 +32,7 @@ from mcore_rl.controller.pending_call import WorkerError, gather_results
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.simulated_group import RankCall, SimulatedGroup
-from mcore_rl.controller.worker_process import Failure, Reply, _classify_error
+from mcore_rl.controller.worker_process import Failure, FailureKind, Reply
 from mcore_rl.data.batch import IMAGES, NO_VERSION, Batch, Samples
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.sample import Sample
@@ -55,6 +53,7 @@ from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, share
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.sample_log import SampleLog
 
+MODES = ("sync", "one_step_off", "fully_async", "fully_async")
 NUM_ROWS = 40  # of the data; every third has a picture
 MAX_ATTEMPTS = 60
 _LIMIT_S = 1e5  # of the clock
@@ -99,10 +98,10 @@ class Scenario:
 
 def draw_scenario(seed: int, folder: Path) -> Scenario:
     """Draw settings that are allowed, and probabilities."""
-    rng = np.random.default_rng([seed, 77])
+    rng, mode = np.random.default_rng([seed, 77]), MODES[seed % len(MODES)]
     while True:
         try:
-            config = _draw_config(rng, folder)
+            config = _draw_config(rng, folder, mode)
             break
         except ConfigError:  # settings that do not fit together
             continue
@@ -119,7 +118,7 @@ def draw_scenario(seed: int, folder: Path) -> Scenario:
     )
 
 
-def _draw_config(rng: np.random.Generator, folder: Path) -> RLConfig:
+def _draw_config(rng: np.random.Generator, folder: Path, mode: str) -> RLConfig:
     def choose(*values: Any) -> Any:
         return values[int(rng.integers(len(values)))]
 
@@ -127,14 +126,15 @@ def _draw_config(rng: np.random.Generator, folder: Path) -> RLConfig:
     config.model.path = config.data.train_file = config.data.test_file = "modelled"
     config.seed = int(rng.integers(1000))
     trainer, algorithm = config.trainer, config.algorithm
-    trainer.mode = choose("sync", "one_step_off", "fully_async", "fully_async")
+    trainer.mode = mode
     trainer.num_steps, trainer.prompts_per_step = choose(3, 5, 6), choose(2, 3, 4)
     trainer.staleness = {"sync": None, "one_step_off": choose(0, 1, 1)}.get(
         trainer.mode, choose(0, 1, 2, 3)
     )
     trainer.save_every, trainer.eval_samples = choose(1, 2), 2
-    trainer.asynchronous.max_groups = choose(0, 0, 2)
-    trainer.asynchronous.oversampling = choose(0.0, 0.5) if trainer.staleness else 0.0
+    if trainer.mode == "fully_async":
+        trainer.asynchronous.max_groups = choose(0, 0, 2)
+        trainer.asynchronous.oversampling = choose(0.0, 0.5) if trainer.staleness else 0.0
     algorithm.group_size, algorithm.num_mini_batches = 2, choose(1, 2, trainer.prompts_per_step)
     algorithm.advantage = choose("grpo", "grpo", "gae", "remax")
     if algorithm.advantage == "remax" and trainer.mode == "fully_async":
@@ -157,6 +157,8 @@ def _draw_config(rng: np.random.Generator, folder: Path) -> RLConfig:
     rollout.load_format = choose("auto", "checkpoint", "dummy")
     for role in ("actor", "reference", "critic", "reward_model", "rollout"):
         setattr(config.placement, role, choose("shared", "own", "a"))
+    if trainer.mode == "one_step_off":
+        config.placement.rollout = "own"
     config.checkpoint.async_save = choose(True, False)
     if not are_colocated(config.placement, "actor", "rollout"):
         config.weight_sync.method = "disaggregated"
@@ -261,6 +263,8 @@ class FuzzServer(SimulatedServer):
         self.number, self.state, self._fuzz = number, State.NEW, fuzz
         self._restart_s = float(fuzz.rng.choice([0.0, 5.0, 60.0])) if restart else 0.0
         self._objects: list[StoredObject] = []
+        self._images: dict[int, str] = {}  # by group, as the row of the data
+        self._rows: dict[int, int] = {}
         fuzz.occupancy.servers[number] = self
 
     def _end(self, message: str) -> None:
@@ -278,9 +282,12 @@ class FuzzServer(SimulatedServer):
             fuzz = self._fuzz
             if fuzz.draw(fuzz.scenario.server_death / fuzz.number):
                 fuzz.seen[f"server dies in {self._calls[0].method}"] += 1
-                if fuzz.draw(0.5):
-                    return self._die()
-                self._clock.schedule(float(fuzz.rng.random()), self._die)
+                dying = [self]
+                if fuzz.draw(0.3):  # a node, or a network, of all
+                    dying = [*fuzz.occupancy.servers.values()]
+                delay_s = 0.0 if fuzz.draw(0.5) else float(fuzz.rng.random())
+                for server in dying:
+                    self._clock.schedule(delay_s, server._die)
         super()._take_call()
 
     def _enter(self, call: Call) -> None:
@@ -306,10 +313,8 @@ class FuzzServer(SimulatedServer):
         ids = prompts.array("group_ids").tolist()
         assert not {(stream, i) for i in ids} & self._groups.keys()
         images = prompts.array(IMAGES) if IMAGES in prompts else [""] * len(ids)
-        self._images = getattr(self, "_images", {}) | dict(zip(ids, images, strict=True))
-        self._rows = getattr(self, "_rows", {}) | dict(
-            zip(ids, prompts.array("rows").tolist(), strict=True)
-        )
+        self._images |= dict(zip(ids, images, strict=True))
+        self._rows |= dict(zip(ids, prompts.array("rows").tolist(), strict=True))
         super()._call_begin(prompts, sampling, stream)
 
     def _call_connect_weights(self, endpoint: Any, spec: Any, first_rank: int) -> None:
@@ -394,10 +399,9 @@ class FuzzRanks(SimulatedRanks):
             except AssertionError:
                 raise
             except Exception as error:  # noqa: BLE001 - as a worker replies
-                kind = _classify_error(error)
-                call.reply.set_result(
-                    Reply(failure=Failure(kind, type(error).__name__, str(error), ""))
-                )
+                kind = FailureKind.CONFIG if isinstance(error, ConfigError) else FailureKind.RAISED
+                failure = Failure(kind, type(error).__name__, str(error), "")
+                call.reply.set_result(Reply(failure=failure))
 
     def _run(self, call: RankCall) -> tuple[float, Any, Sequence[Batch]]:
         method, models = call.method, self._fuzz.occupancy.models
@@ -540,7 +544,9 @@ class Attempt:
         self.connected: dict[int, dict[int, FuzzServer]] = {}  # by spec and rank
         config = scenario.config
         self.roles = ["actor"]
-        self.roles += ["reference"] * has_reference_model(config) + ["critic"] * needs_critic(config)
+        self.roles += ["reference"] * has_reference_model(config) + ["critic"] * needs_critic(
+            config
+        )
         self.roles += ["reward_model"] * bool(config.reward_model.model_path)
         self.occupancy = Occupancy(config, self.roles)
         self.models: dict[str, FuzzRanks] = {}
@@ -723,30 +729,3 @@ def check_result(scenario: Scenario, attempt: Attempt, trainer: RLTrainer) -> No
         assert all(len(groups) == per_step for groups in trained.values())
         assert [*trained] == list(range(1, config.trainer.num_steps + 1))
         assert attempt.models["actor"].num_updates == config.trainer.num_steps
-
-
-def main() -> None:
-    import sys
-    import tempfile
-    import time
-
-    for seed in range(int(sys.argv[1]), int(sys.argv[2])):
-        folder = Path(tempfile.mkdtemp())
-        start = time.monotonic()
-        scenario = draw_scenario(seed, folder)
-        try:
-            result = run_scenario(scenario, folder)
-            status = f"ok {result.attempts} {result.end[:80]} {dict(result.seen)}"
-        except BaseException as error:
-            import traceback
-            status = f"FAILED {type(error).__name__}: {str(error)[:300]}"
-            if len(sys.argv) > 3:
-                traceback.print_exc()
-                c = scenario.config
-                print(c.placement, c.trainer, c.algorithm.filter, c.rollout.num_servers, c.rollout.load_format, c.reward.on_error, c.algorithm.advantage, c.algorithm.kl_coef, c.reward_model.model_path, c.evaluation)
-        print(seed, scenario.config.trainer.mode, f"{time.monotonic() - start:.2f}s", status, flush=True)
-        shutil.rmtree(folder)
-
-
-if __name__ == "__main__":
-    main()
