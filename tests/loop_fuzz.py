@@ -711,8 +711,9 @@ def check_result(scenario: Scenario, attempt: Attempt, trainer: RLTrainer) -> No
     assert len(ids) == len({*ids})
     policy = config.algorithm.filter
     is_complete = not policy.group_filter and scenario.failed_groups == 0
-    if config.trainer.mode == "fully_async" and not trainer.generation._in_rounds:
-        queue = trainer.generation.queue
+    generation: Any = getattr(trainer, "generation", None)
+    if generation is not None and not generation._in_rounds:
+        queue = generation.queue
         pending = {group.group_id for group in queue.groups(*GroupState)}
         pending -= {group.group_id for group in queue.groups(GroupState.TRAINED)}
         totals = queue.groups_total

@@ -14,16 +14,17 @@ import pytest
 from ray.exceptions import RayActorError
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import TimeoutsConfig
+from mcore_rl.config.schema import RolloutConfig, SpeculativeConfig, TimeoutsConfig
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError
 from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
-from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.inference.protocol import DraftCounts, SamplingParams
 from mcore_rl.observability.timeline import TIMELINE
 from mcore_rl.rollout import server_pool
+from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
 from tests.operations import growth
 
@@ -223,6 +224,30 @@ def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
     with pytest.raises(WorkerError, match=r"rollout-[01]\.prepare"):  # none serves
         for _ in range(9):
             pool.collect("train", 0)
+
+
+def test_drafts_are_counted_over_all_servers_that_are_up():
+    """The acceptance is of all drafted tokens, no mean over servers; one has died in the call."""
+    answers = [DraftCounts(10, 20, 5), None, DraftCounts(10, 60, 50)]
+
+    class Answering(ServedGroup):
+        def __getattr__(self, method: str) -> Any:
+            answer, submit = answers[int(self.name[-1])], super().__getattr__(method).submit
+
+            def submit_answered(*args: Any, **options: Any) -> Call:
+                call: Call = submit(*args, **options)
+                if method == "take_draft_counts" and answer is None:
+                    call.reply.set_exception(RayActorError())
+                elif method == "take_draft_counts":
+                    call.answer(answer)
+                return call
+
+            return SimpleNamespace(submit=submit_answered)
+
+    settings = RolloutConfig(speculative=SpeculativeConfig(2))
+    pool: Any = RolloutPool(make_pool(*map(Answering, range(3))), settings, 0)
+    expected = {"drafts/acceptance": 55 / 80, "drafts/step_tokens": 1 + 55 / 20}
+    assert pool.compute_draft_metrics() == expected
 
 
 def test_a_late_start_on_shared_devices_ends_the_run(

@@ -17,6 +17,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
 from mcore_rl.observability.activity import Stopwatch
+from mcore_rl.trainers.base import RLTrainer
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
 from mcore_rl.trainers.step_samples import StepSampler, add_baseline_rewards
@@ -273,6 +274,18 @@ def test_the_speed_of_a_step_is_in_tokens_of_all_that_was_generated(tmp_path, mo
     samples = FilterConfig(group_filter="drop_uniform")
     one_step_of(tmp_path, {"filter": samples}, {"actor": Model(-1.0625)})
     assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
+
+
+def test_the_speed_of_a_step_leaves_out_the_time_of_its_evaluation(tmp_path, monkeypatch):
+    def evaluate(trainer, step):
+        trainer.clock.seconds |= {"time/evaluate_s": 5.0, "time/save_s": 1.0}
+        return {"eval/x": 1.0}
+
+    monkeypatch.setattr(Stopwatch, "total_s", 7.0)
+    monkeypatch.setattr(RLTrainer, "evaluate_if_due", evaluate)
+    one_step_of(tmp_path, {}, {"actor": Model(-1.0625)})
+    assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
+    assert (REPORTED["time/evaluate_s"], REPORTED["eval/x"]) == (5.0, 1.0)
 
 
 def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
