@@ -15,7 +15,13 @@ from mcore_rl.controller.object_columns import (
     store_columns,
 )
 from mcore_rl.controller.pending_call import WorkerError
-from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RESPONSE_TOKENS, RemoteBatch
+from mcore_rl.controller.remote_batch import (
+    PROMPT_TOKENS,
+    RESPONSE_TOKENS,
+    RemoteBatch,
+    RemoteColumn,
+    RowLocations,
+)
 from mcore_rl.data.batch import IMAGES, NO_VERSION, Array, Batch, Column, Jagged, Samples
 from mcore_rl.data.routed_experts import ExpertLayers, divide_experts, list_expert_columns
 
@@ -60,6 +66,34 @@ def get_sample_columns(batch: Samples) -> Batch:
 def release_columns(batch: B) -> B:
     """Let the object store free the columns of a RemoteBatch, except what is one value a sample."""
     return cast(B, batch.drop_references()) if isinstance(batch, RemoteBatch) else batch
+
+
+def save_released(batch: Samples) -> dict[str, dict[str, Array]]:
+    """Return a batch of `release_columns` as arrays that a checkpoint can hold."""
+    return (batch.local if isinstance(batch, RemoteBatch) else cast(Batch, batch)).to_arrays()
+
+
+def restore_released(arrays: Mapping[str, Mapping[str, Array]]) -> Samples:
+    """Restore the batch of `save_released`, for `append_released`."""
+    batch = Batch.load_arrays(arrays)
+    return RemoteBatch(batch, {}) if ray.is_initialized() else batch
+
+
+def append_released(batch: B, released: Sequence[B]) -> B:
+    """Join a batch and the rows of others whose columns along tokens are not needed any more.
+
+    Released rows of a checkpoint have only what is one value a sample.
+    """
+    if not isinstance(batch, RemoteBatch):
+        return concat_batches([batch, *released])
+    parts: list[Samples] = [batch]
+    for part in cast(Sequence[RemoteBatch], released):
+        missing = RowLocations.create_missing(len(part))
+        columns = {
+            n: RemoteColumn(missing, c.stored_name, c.empty) for n, c in batch.remote.items()
+        }
+        parts.append(RemoteBatch(part.local, columns, len(part)))
+    return cast(B, concat_batches(parts))
 
 
 def select_rows(function: Callable[..., Batch], batch: B, *args: object) -> B:

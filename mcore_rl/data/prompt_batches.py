@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -70,28 +70,35 @@ class PromptBatches:
             self._drawn |= drawn
         return _build_batch(self._dataset, list(drawn.values()), list(drawn))
 
-    def observe(self, generated_groups: Array, group_ids: Array, has_succeeded: Array) -> None:
+    def observe(
+        self, generated_groups: Collection[int], group_ids: Array, has_succeeded: Array
+    ) -> None:
         """Count successes for the curriculum, once per group.
 
         Args:
-            generated_groups: Ids of all groups that were generated.
+            generated_groups: Ids of all groups that were generated, each once.
             group_ids: Group of each response with a reward: [samples].
             has_succeeded: Whether each of these succeeded: [samples].
         """
         if self._curriculum is None:
             return
-        for group in np.unique(generated_groups).tolist():
+        for group in sorted(generated_groups):
             row, successes = self._drawn.pop(group), has_succeeded[group_ids == group]
             if len(successes):  # else each reward raised
                 self._curriculum.observe(row, int(successes.sum()), len(successes))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sampler": self._sampler.state_dict(), "next_group_id": self._next_group_id}
+        return {
+            "sampler": self._sampler.state_dict(),
+            "next_group_id": self._next_group_id,
+            "drawn": [[group, row] for group, row in self._drawn.items()],
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; ConfigError if it is of other data or another seed."""
         self._sampler.load_state_dict(state["sampler"])
         self._next_group_id = state["next_group_id"]
+        self._drawn = dict(state.get("drawn", ()))  # earlier versions did not save them
 
 
 def build_held_out_batch(dataset: PromptDataset, num_prompts: int, num_before: int = 0) -> Batch:

@@ -71,6 +71,7 @@ from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
 from mcore_rl.planner.roles import (
     build_warm_engine,
+    count_actor_steps,
     get_frozen_engines,
     get_frozen_paths,
     needs_critic,
@@ -428,6 +429,7 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     initial_config = read_checkpoint_config(path, "critic.model_path") if path else actor
     load_backend(critic, "critic").check_model("critic", critic, build_value_config(initial_config))
     resolve_schedule("critic.optimizer", critic.optimizer, steps)
+    resolve_schedule("actor.optimizer", config.actor.optimizer, count_actor_steps(config))
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 

@@ -68,7 +68,12 @@ from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.planner.pools import build_pool_plans, count_devices
-from mcore_rl.planner.roles import build_warm_engine, get_frozen_engines, get_frozen_paths
+from mcore_rl.planner.roles import (
+    build_warm_engine,
+    count_actor_steps,
+    get_frozen_engines,
+    get_frozen_paths,
+)
 from mcore_rl.rollout.desired_servers import read_desired_servers
 from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
@@ -356,7 +361,7 @@ def _start_models(
     servers = stack.enter_context(build_server_pool(config, pools, load_format))
     preparing = [*servers.submit("prepare"), *frozen_servers.submit_prepare()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    spec = _build_engine_spec(config, config.actor, total_steps)
+    spec = _build_engine_spec(config, config.actor, count_actor_steps(config))
     spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
     if ranks is None:
         actor = stack.enter_context(_start_engine(pools, "actor", spec, loss, wait=False))

@@ -127,6 +127,12 @@ def needs_critic(config: RLConfig) -> bool:
     return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
 
 
+def count_actor_steps(config: RLConfig) -> int:
+    """Return the optimizer steps of the actor, at least one: none while only the critic trains."""
+    skipped = config.critic.warmup_steps if needs_critic(config) else 0
+    return max(config.trainer.num_steps - skipped, 1) * config.algorithm.num_mini_batches
+
+
 def build_warm_engine(config: RLConfig) -> EngineConfig:
     """Return the settings of the actor's engine during the warm start, which trains no adapters."""
     warm = config.warm_start

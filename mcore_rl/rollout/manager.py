@@ -68,6 +68,10 @@ class RolloutPool:
         """End these groups: `collect` will not return them."""
         self.servers.abandon(TRAIN, group_ids)
 
+    def abandon_all(self) -> None:
+        """End all groups that were begun and not collected."""
+        self.servers.abandon_all(TRAIN)
+
     def idle_s(self) -> float:
         """Return the idle seconds since the last call: the mean over servers that are up, or 0."""
         idle_s = self.servers.idle_s()

@@ -208,6 +208,10 @@ class GroupRouter:
         """Return the number of pending groups of a stream."""
         return len(self._groups[stream])
 
+    def list_ids(self, stream: str) -> list[int]:
+        """Return the ids of the pending groups of a stream."""
+        return [*self._groups[stream]]
+
     def get_groups(self, number: int, stream: str) -> Mapping[int, PendingGroup]:
         """Return the groups of a stream that a server generates, by id."""
         return self._by_server[number][stream]

@@ -62,6 +62,10 @@ _SERVERS_PER_S, _MAX_COLLECT_S, _MAX_COLLECT_ALL_S = 32, 2.0, 10.0
 BY_VALUE_BYTES = 128
 
 
+class NoServersError(WorkerError):
+    """No server is left that has the weights to serve, or that could take them now."""
+
+
 @dataclass(eq=False, slots=True)
 class Server:
     """A server that is up, or is being started."""
@@ -79,6 +83,11 @@ class Server:
     # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
     abandoned: dict[str, set[int]] = field(default_factory=dict)
     idle_s: float = 0.0  # since its last start, at the last call of ServerPool.idle_s
+
+    def describe(self) -> str:
+        """Return the number of the server, and its host once its processes have come up."""
+        hosts = dict.fromkeys(info.host for info in self.group.worker_infos.values())
+        return f"server {self.number}" + (f" on host {', '.join(hosts)}" if hosts else "")
 
     def is_late(self) -> bool:
         """Return whether a call has not been answered within its time limit."""
@@ -287,7 +296,8 @@ class ServerPool:
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
-                group has ended in timeouts.call_s; no server is left, and nobody sends it weights.
+                group has ended in timeouts.call_s.
+            NoServersError: no server is left, and nobody sends it weights.
         """
         start_s, batches = time.monotonic(), list[Batch]()
         self._wait_start_s = start_s
@@ -341,6 +351,10 @@ class ServerPool:
                 server.abandoned.setdefault(stream, set()).update(ids)
             self._send(server, "abandon", stream, ids)
 
+    def abandon_all(self, stream: str) -> None:
+        """End all groups of a stream that were begun and not collected."""
+        self.abandon(stream, self._router.list_ids(stream))
+
     def num_outstanding(self, stream: str) -> int:
         """Return the number of groups of a stream that were begun and not collected."""
         return self._router.count(stream)
@@ -380,7 +394,7 @@ class ServerPool:
         if not self._up and any(server.starting for server in self._servers.values()):
             return
         if self.resend is None:
-            raise WorkerError(
+            raise NoServersError(
                 f"{self.name}: no server is left that has version {self.version} of the weights, "
                 "and the trainer has already updated: a run that keeps checkpoints continues "
                 "from the last one with resume=auto"
@@ -498,12 +512,13 @@ class ServerPool:
         """Mark servers as up that have started. If none is up, wait for one.
 
         Raises:
-            ConfigError, WorkerError: a server cannot be started; on shared devices, none is left.
+            ConfigError, WorkerError: a server cannot be started.
+            NoServersError: none is left on shared devices, where others start with `start_asleep`.
         """
         self._poll()
         while not self._up:
             if not self._wait_for_starts():
-                raise WorkerError(f"{self.name}: no server is left that could take weights")
+                raise NoServersError(f"{self.name}: no server is left that could take weights")
 
     def attempt(
         self,
@@ -660,7 +675,7 @@ class ServerPool:
             with self._lock:
                 if self._closed:
                     raise
-                print(f"{str(error).splitlines()[0]} It is started again")
+                print(f"{server.describe()}: {str(error).splitlines()[0]} It is started again")
                 self._start_again(server)
             return False
 
@@ -747,10 +762,11 @@ class ServerPool:
             self.membership += 1
             self._list_servers()
             limit = f"rollout.max_restarts={self._max_restarts}"
+            lost = f"{server.describe()} is lost: {error}"
             if server.restarts >= self._max_restarts:
-                raise WorkerError(f"{error}\n\n(It is not started again: {limit})") from error
+                raise WorkerError(f"{lost}\n\n(It is not started again: {limit})") from error
             server.restarts += 1
-            print(f"{str(error).splitlines()[0]} It is started again: {server.restarts}, {limit}")
+            print(f"{lost.splitlines()[0]} It is started again: {server.restarts}, {limit}")
             self._start_again(server)
 
     def _launch(self, server: Server) -> None:

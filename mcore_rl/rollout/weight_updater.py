@@ -69,10 +69,12 @@ class TransportSync:
         membership = self.servers.membership
         if membership == self._connected:
             return True
-        layout = build_generation_layout(self.rollout, self.servers.num_up)
         weight_format = load_server_class(self.rollout).features.weight_format
         assert weight_format is not None  # else weight_sync.method is full_export
         lists = self.servers.list_parameters()  # [] where the family has the rules
+        if self.servers.membership != membership:  # the server that was asked has died
+            return False
+        layout = build_generation_layout(self.rollout, self.servers.num_up)
         endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format, lists)
         spec = replace(
             spec,

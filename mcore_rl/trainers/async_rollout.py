@@ -14,9 +14,13 @@ import numpy as np
 from mcore_rl.algorithms.sample_choice import filter_groups
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller.batch_ops import (
+    append_released,
+    concat_batches,
     find_lost_groups,
     release_columns,
     restore_batch,
+    restore_released,
+    save_released,
     select_rows,
     to_arrays,
 )
@@ -33,7 +37,7 @@ from mcore_rl.rollout.buffer import (
     StalenessSettings,
 )
 from mcore_rl.rollout.manager import report_lost_groups
-from mcore_rl.rollout.server_pool import ALL
+from mcore_rl.rollout.server_pool import ALL, NoServersError
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
@@ -72,7 +76,8 @@ class AsyncRollout:
         # With nothing ahead, what a filter rejects and what is replayed can be as with `sync`.
         policy = config.algorithm.filter
         self._in_rounds = not self._staleness and bool(policy.group_filter or policy.replay.share)
-        self._rejected: list[Batch] = []  # groups that did not pass the filter, since a step
+        # Groups that did not pass the filter since a step, without columns along tokens.
+        self._rejected: list[Samples] = []
 
     def start(self) -> None:
         """Begin the first groups; the servers have weights."""
@@ -148,15 +153,19 @@ class AsyncRollout:
             return self._sampler.collect(step)
         replayed, num_needed = self._expect(step)
         groups = self._select_groups(step, num_needed)
-        batches = [group.columns[SAMPLES] for group in groups] + self._rejected
-        self._rejected = []
-        generated = type(batches[0]).concat(batches)
+        rejected, self._rejected = self._rejected, []
+        num_groups = len(groups) + len(rejected)
+        if groups:
+            selected_batches: list[Samples] = [group.columns[SAMPLES] for group in groups]
+            generated = append_released(concat_batches(selected_batches), rejected)
+        else:
+            generated = append_released(rejected[0], rejected[1:])
         batch, metrics = self._sampler.apply_rewards(generated, step)
-        self._sampler.update_curriculum(generated, batch)
+        self._sampler.update_curriculum([generated], batch)
         if self._config.algorithm.filter.group_filter:
             metrics |= {
-                "samples/groups": float(len(batches)),
-                "samples/passed": len(groups) / len(batches),
+                "samples/groups": float(num_groups),
+                "samples/passed": len(groups) / num_groups,
             }
         is_selected = np.isin(batch.array("group_ids"), [group.group_id for group in groups])
         fresh = batch.take(np.flatnonzero(is_selected).tolist())
@@ -180,13 +189,22 @@ class AsyncRollout:
         return self._rollout.idle_s()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of every group that was begun and not trained on."""
-        return {"queue": self.queue.state_dict(), "admission": self.controller.state_dict()}
+        """Return the state of every group that was begun and not trained on.
+
+        Those that were rejected have ended: the next step counts them.
+        """
+        return {
+            "queue": self.queue.state_dict(),
+            "admission": self.controller.state_dict(),
+            "rejected": {str(n): save_released(batch) for n, batch in enumerate(self._rejected)},
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore it; `fill` begins the groups again."""
         self.queue.load_state_dict(state["queue"])
         self.controller.load_state_dict(state["admission"])
+        # Earlier versions did not save them.
+        self._rejected = [*map(restore_released, state.get("rejected", {}).values())]
 
     def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
         while True:
@@ -313,7 +331,8 @@ class RolloutPrefetcher:
     that were generated and not taken are a state of a checkpoint: a resumed run trains on them, so
     that it draws the prompts, and gets the samples, that it would have had. A step that has lost
     samples with a node is generated again, with the same prompts, the buffer as it was before, and
-    the weights that servers have by then.
+    the weights that servers have by then. So is a step whose last server has died, when the trainer
+    had updated its weights: it waits for the next push.
     """
 
     def __init__(
@@ -360,8 +379,21 @@ class RolloutPrefetcher:
         Raises:
             PolicyMismatchError, ConfigError, WorkerError: As StepSampler.collect.
         """
-        if self._pending is not None:
+        if self._pending is None:
+            return
+        try:
             self._pending.result()
+        except NoServersError:
+            print(f"step {self._step} is generated after the next push: no server has its weights")
+            self._sampler.rollout.abandon_all()
+            self._reset_sampler()
+            self._pending = self._begun_from = None
+
+    def _reset_sampler(self) -> None:
+        """Restore prompts and buffer as they were before the step was begun."""
+        assert self._begun_from is not None
+        self._sampler.prompts.load_state_dict(self._begun_from[0])
+        self._sampler.replay.restore(self._begun_from[1])
 
     def take(self, step: int, version: int) -> StepResult:
         """Return samples and metrics of a step; generate them now, of this version, if not before.
@@ -384,8 +416,7 @@ class RolloutPrefetcher:
         result = self._pending.result()
         while self._begun_from is not None and (lost := find_lost_groups([result[0]])):
             report_lost_groups(lost)
-            self._sampler.prompts.load_state_dict(self._begun_from[0])
-            self._sampler.replay.restore(self._begun_from[1])
+            self._reset_sampler()
             age = self._step - 1 - self._sampler.rollout.servers.version
             result = self._sampler.collect(self._step, age)
             self._pending = Future()

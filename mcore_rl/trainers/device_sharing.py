@@ -12,13 +12,14 @@ Roles with their own devices stay on them.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.worker_group import RankGroup
-from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.server_pool import NoServersError, ServerPool
 from mcore_rl.rollout.weight_updater import WeightSync
 
 ROLLOUT = "rollout"
@@ -76,6 +77,7 @@ class DeviceSharing:
         """
         self.servers.follow_desired()
         is_shared = are_colocated(self.placement, "actor", ROLLOUT)
+        self.offload_rollout()  # when weights are sent again, servers have the devices still
         self.use("actor")
         if self._has_sleeping_servers:
             self._offload_others(ROLLOUT, except_role="actor")
@@ -85,10 +87,9 @@ class DeviceSharing:
             self.actor.to("host", model=False)
         if self._has_sleeping_servers:
             self.servers.wake("weights")
-            while not self.servers.num_up:  # all have died asleep
-                self._start_servers(is_shared)
-                self.servers.wake("weights")
-        self.weight_sync.push(version)
+        while not self._push(version):  # all servers on shared devices have died
+            self._start_servers(is_shared)
+            self.servers.wake("weights")
         if is_shared:
             self._offload("actor")
         if self._has_sleeping_servers:
@@ -106,6 +107,17 @@ class DeviceSharing:
     def resend_weights(self) -> None:
         """Send the version that is served once more, of an actor that has not changed since."""
         self.update_weights(self.servers.version)
+
+    def _push(self, version: int) -> bool:
+        """Push the weights; return False if no server is up that has its turn to start."""
+        if not self._has_sleeping_servers:
+            self.weight_sync.push(version)
+            return True
+        with contextlib.suppress(NoServersError):
+            if self.servers.num_up:
+                self.weight_sync.push(version)
+                return True
+        return False
 
     def _start_servers(self, is_shared: bool) -> None:
         """Start servers that join, on devices that nobody has: each takes a server's memory."""

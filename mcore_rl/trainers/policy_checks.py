@@ -19,14 +19,15 @@ class PolicyMismatchError(RuntimeError):
 def check_versions(batch: Samples, expected: int, max_age: int = 0) -> None:
     """Check that every token that the policy chose has the version `expected`.
 
-    Tokens of replayed samples, and only they, may be up to `max_age` versions older.
+    Tokens of replayed samples, and only they, may be up to `max_age` versions older. Samples of
+    groups that failed may have no token that the policy chose.
 
     Raises:
         PolicyMismatchError: A token has another version.
     """
     fresh, replayed = split_replayed(get_sample_columns(batch))
     versions = _list_versions(fresh)
-    if len(fresh) and versions.tolist() != [expected]:
+    if len(versions) and versions.tolist() != [expected]:
         raise PolicyMismatchError(
             f"servers answered with weights of version {versions.tolist()}; expected {expected}"
         )

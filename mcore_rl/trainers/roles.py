@@ -222,7 +222,9 @@ class Critic:
         return batch.union(scored.select("values"))
 
     def update(self, training: TrainingBatch, step: int) -> Metrics:
-        """Take an optimizer step per mini-batch, on all samples, towards the column returns."""
+        """Take an optimizer step per mini-batch with a token that the policy chose, on all samples,
+        towards the column returns.
+        """
         batch, config = training.samples, self.config
         if not len(batch):
             return {}
@@ -242,10 +244,14 @@ class Critic:
             config.critic.loss_aggregation,
         )
         batch = batch.union(weighted)
-        parts = split_mini_batches(batch, num, seed)
+        pairs = zip(counts, split_mini_batches(batch, num, seed), strict=True)
+        trained = [(count, rows) for count, rows in pairs if any(count.values())]
+        if not trained:
+            return {}
+        parts = [rows for _, rows in trained]
         metrics = _take_steps(self.workers, select_read_columns(batch), parts)
-        merged = _merge_steps(batch, [*zip(metrics, counts, parts, strict=True)])
-        return _prefix_metrics("critic", merged)
+        steps = [(m, count, rows) for m, (count, rows) in zip(metrics, trained, strict=True)]
+        return _prefix_metrics("critic", _merge_steps(batch, steps))
 
 
 class ScoringModel(Protocol):

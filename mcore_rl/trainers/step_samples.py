@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +74,10 @@ class StepSampler:
             generated = concat_batches(rounds)
             policy_checks.check_versions(generated, step - 1 - age)
             batch, metrics = self.apply_rewards(generated, step)
-            passed = select_rows(filter_groups, batch, policy)
+            passed = _drop_without_baseline(select_rows(filter_groups, batch, policy))
             if count_groups(passed) >= num_needed or len(rounds) == policy.max_rounds:
                 break
-        self.update_curriculum(generated, batch)
+        self.update_curriculum(prompts, batch)
         if policy.group_filter:
             metrics |= _describe_filter(len(rounds), batch, passed, num_needed)
         if count_groups(passed) < num_needed and policy.if_short == "stop":
@@ -114,8 +114,13 @@ class StepSampler:
             batch = shuffle_rewards(batch, [self.config.seed, step])
         return batch, metrics
 
-    def update_curriculum(self, generated: Samples, batch: Samples) -> None:
-        """Report successes by group; `batch` has the samples of `generated` that got a reward."""
+    def update_curriculum(self, generated: Iterable[Samples], batch: Samples) -> None:
+        """Report successes of all groups that were generated.
+
+        Args:
+            generated: Batches with the ids of these groups.
+            batch: Their samples that got a reward.
+        """
         curriculum = self.config.data.curriculum
         if curriculum.name:
             trajectories = Trajectories(get_sample_columns(batch)).join()
@@ -123,8 +128,9 @@ class StepSampler:
                 trajectories, curriculum.success, "data.curriculum.success"
             )
             has_succeeded = rewards >= curriculum.min_reward
-            group_ids = trajectories.array("group_ids")
-            self.prompts.observe(generated.array("group_ids"), group_ids, has_succeeded)
+            rewarded_groups = trajectories.array("group_ids")
+            group_ids = {i for part in generated for i in part.array("group_ids").tolist()}
+            self.prompts.observe(group_ids, rewarded_groups, has_succeeded)
 
     def add_replayed(
         self, fresh: Samples, replayed: Samples | None, step: int
@@ -156,7 +162,7 @@ class StepSampler:
         batch: Samples = self.rollout.generate(prompts, n=config.algorithm.group_size)
         if reads_greedy(config.algorithm):
             greedy = self.rollout.generate(prompts, n=1, is_greedy=True)
-            batch = add_baseline_rewards(batch, greedy)
+            batch = add_baseline_rewards(batch, greedy, config.reward.on_error)
         if config.teacher.column:
             batch = add_teacher_names(batch, prompts, config.teacher.column)
         return batch
@@ -215,11 +221,11 @@ def shuffle_rewards(batch: B, seed: Sequence[int]) -> B:
     return batch.drop_columns("process_rewards").with_columns(rewards=rewards)
 
 
-def add_baseline_rewards(batch: B, greedy: Samples) -> B:
+def add_baseline_rewards(batch: B, greedy: Samples, on_error: str = "drop") -> B:
     """Add baseline_rewards: of the greedy response to the same prompt, in the same role (ReMax).
 
     Drops the samples of prompts whose greedy response got no reward, which says nothing about what
-    the policy earns there.
+    the policy earns there. If none got one, all have NaN with reward.on_error=zero.
 
     Raises:
         ConfigError: None of the greedy responses got one.
@@ -229,11 +235,20 @@ def add_baseline_rewards(batch: B, greedy: Samples) -> B:
     rewards = {key: reward for key, reward, is_rewarded in triples if is_rewarded}
     keys = _list_groups_and_roles(batch)
     rows = [row for row, key in enumerate(keys) if key in rewards]
+    if not rows and on_error == "zero":
+        return batch.with_columns(baseline_rewards=np.full(len(batch), np.nan, np.float32))
     if not rows:
         first = greedy.array("reward_errors")[0]
         raise ConfigError(f"none of {len(greedy)} greedy responses got a reward; first: {first}")
     baselines = np.array([rewards[keys[row]] for row in rows], np.float32)
     return batch.take(rows).with_columns(baseline_rewards=baselines)
+
+
+def _drop_without_baseline(batch: Samples) -> Samples:
+    """Drop the samples of rounds in which no greedy response got a reward."""
+    if "baseline_rewards" not in batch:
+        return batch
+    return batch.take(np.flatnonzero(~np.isnan(batch.array("baseline_rewards"))).tolist())
 
 
 def _list_groups_and_roles(batch: Samples) -> list[tuple[int, str]]:
@@ -270,10 +285,11 @@ def describe_samples(batch: Samples) -> dict[str, float]:
         roles = batch.array("roles")
         for role in np.unique(roles[roles != ""]):
             metrics[f"role/{role}/reward"] = batch.array("rewards")[roles == role].mean()
-    parts = [name for name in batch.columns if name.startswith("reward/")]
-    return {k: float(v) for k, v in metrics.items()} | {
-        name: float(np.nanmean(batch.array(name))) for name in parts
-    }
+    for name in [name for name in batch.columns if name.startswith("reward/")]:
+        values = batch.array(name)
+        if not np.isnan(values).all():  # else each reward failed
+            metrics[name] = np.nanmean(values)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _describe_filter(

@@ -240,9 +240,14 @@ def _compute_weights(
 
 
 def add_token_weights(batch: Batch, aggregation: str) -> tuple[Batch, TokenCounts]:
-    """Add loss_weights over the tokens that the policy chose; return how many are not 0."""
-    sequences = Trajectories(batch).numbers
-    weights = compute_loss_weights(batch.jagged("response_mask"), aggregation, sequences=sequences)
+    """Add loss_weights over the tokens that the policy chose; return how many are not 0.
+
+    A mini-batch without such a token has zeros.
+    """
+    mask, sequences = batch.jagged("response_mask"), Trajectories(batch).numbers
+    weights = mask.with_values(np.zeros(len(mask.values), np.float32))
+    if mask.values.any():
+        weights = compute_loss_weights(mask, aggregation, sequences=sequences)
     counts = count_trained_tokens(Batch({LOSS_WEIGHTS: weights}))
     return batch.with_columns(loss_weights=weights), counts
 

@@ -19,6 +19,7 @@ from tests.e2e.outcomes import timeless
 
 pytestmark = pytest.mark.job
 
+LOST = r"server 0 on host \S+ is lost: "
 ROLES = ("actor", "critic", "reference", "rollout")
 SETTINGS = (
     "warm_start.num_steps=0", "warm_start.train_file=''", "actor.layout.tp=1", "actor.layout.ep=1",
@@ -111,12 +112,12 @@ PAUSES = {
 @pytest.mark.parametrize(
     ("while_it", "victim", "message"),
     [
-        ("trains", "engine", r"rollout\.wake: rank 0 \(host .* died"),
+        ("trains", "engine", rf"{LOST}rollout\.wake: rank 0 \(host .* died"),
         ("trains", "actor", r"actor\.update: rank 0 \(host .* died"),
-        ("generates", "engine", r"rollout\.collect: rank 0 \(host .* died"),
+        ("generates", "engine", rf"{LOST}rollout\.collect: rank 0 \(host .* died"),
         ("generates", "actor", r"actor\.apply: rank 0 \(host .* died"),
         ("pushes", "actor", r"actor\.send_weights: rank 0 \(host .* died"),
-        ("pushes", "engine", r"rollout\.receive_weights: rank 0 \(host .* died"),
+        ("pushes", "engine", rf"{LOST}rollout\.receive_weights: rank 0 \(host .* died"),
     ],
 )
 def test_what_is_killed_in_its_turn_or_away_ends_the_job_with_one_line_and_leaves_nothing(

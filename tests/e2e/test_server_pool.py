@@ -324,7 +324,8 @@ def test_without_anybody_to_send_them_again_the_run_ends_with_one_error(pool_of)
 def test_a_server_that_has_died_too_often_ends_the_run(pool_of):
     pool = pool_of(2, max_restarts=0)
     pool.begin(prompts(0, 1, 2, 3, dies=1), SAMPLING)
-    with pytest.raises(WorkerError, match=r"(?s)^rollout-1\.collect: rank 0 .* died\..*restarts=0"):
+    lost = r"(?s)^server 1 on host \S+ is lost: rollout-1\.collect: rank 0 .* died\..*restarts=0"
+    with pytest.raises(WorkerError, match=lost):
         all_of(pool)
 
 

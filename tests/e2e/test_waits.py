@@ -197,8 +197,9 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
         nightly(
             (  # the test above has a rank that is stopped
                 4,
-                f"rollout.receive_weights: rank 0 (host {HOST}, pid PID) has not answered in 3 s "
-                "(weight_sync.timeout_s): stopped by a signal, in Server.receive_weights (",
+                f"server 0 on host {HOST} is lost: rollout.receive_weights: rank 0 (host {HOST}, "
+                "pid PID) has not answered in 3 s (weight_sync.timeout_s): stopped by a signal, in "
+                "Server.receive_weights (",
             )
         ),
     ],
@@ -228,4 +229,4 @@ def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other
         with pytest.raises(WorkerError) as raised:
             sync.push(version)
         assert str(raised.value).startswith(message.replace("PID", str(pid)))
-        assert (servers if message.startswith("rollout") else actor).end_reason
+        assert (servers if "rollout" in message else actor).end_reason

@@ -163,7 +163,7 @@ class StoppedProcesses:
         while not self._is_over.wait(pause_s):
             if self._coordinator is not None and not _is_running(self._coordinator):
                 engines = [psutil.Process(pid) for pid in self._pids if psutil.pid_exists(pid)]
-                self._kill(engines, f"its coordinator {self._coordinator.pid} has ended")
+                self._kill(engines, f"its coordinator (pid {self._coordinator.pid}) has ended")
                 return
             time_s = time.monotonic()
             if time_s - last_s > self._limit_s / 2:  # this process was stopped, or starved, itself
@@ -172,8 +172,8 @@ class StoppedProcesses:
             stopped_since = {p: stopped_since.get(p, time_s) for p in self._find_stopped()}
             for process, start_s in stopped_since.items():
                 if time_s - start_s >= self._limit_s:
-                    reason = f"been stopped by a signal for {self._limit_s:g} s"
-                    self._kill([process], f"its process {process.pid} had {reason}")
+                    reason = f"had been stopped by a signal for {self._limit_s:g} s"
+                    self._kill([process], f"{_describe(process)} {reason}")
 
     def _find_stopped(self) -> list[psutil.Process]:
         stopped = []
@@ -193,6 +193,15 @@ class StoppedProcesses:
         for process in processes:
             with contextlib.suppress(psutil.Error):  # it has ended
                 process.kill()
+
+
+def _describe(process: psutil.Process) -> str:
+    """Return the name of a process, as vLLM sets it, and its pid."""
+    try:
+        name = process.name()
+    except psutil.Error:  # it has ended
+        name = "one"
+    return f"its process {name} (pid {process.pid})"
 
 
 def _is_running(process: psutil.Process) -> bool:

@@ -175,6 +175,18 @@ def test_what_is_replayed_is_whole_marked_and_not_too_old():
     assert replay.draw(0, 4) is None and buffer().draw(3, 4) is None
 
 
+def test_a_group_comes_by_the_sum_of_the_priorities_of_its_roles():
+    """Rewards are compared within a role: 1/2 + 1/2, 1/2 and, where roles differ alone, 0."""
+    replay = buffer()
+    made = batch([1, 0, 1, 0, 1, 0, 1, 1, 0, 0], [0, 0, 0, 0, 1, 1, 2, 2, 2, 2])
+    roles = np.array(["asks", "asks", "answers", "answers", "asks", "asks", *["asks"] * 2])
+    replay.add(made.with_columns(roles=np.append(roles, ["answers"] * 2)), 1)
+    drawn = [ids(replay.draw(1, step))[0] for step in range(2, 602)]
+    assert drawn.count(0) == pytest.approx(400, abs=40)
+    assert drawn.count(1) == pytest.approx(200, abs=40)
+    assert {*ids(replay.draw(3, 2))} == {0, 1}
+
+
 def test_a_group_is_as_old_as_its_oldest_token():
     # One token of version 0 among those of version 3; what the policy did not choose has none.
     made = batch([1, 0, 1, 0], [4, 4, 5, 5], version=3)

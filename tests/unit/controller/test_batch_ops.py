@@ -5,14 +5,23 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
+import numpy as np
 import pytest
+import ray
 from ray.exceptions import GetTimeoutError, OwnerDiedError
 
 from mcore_rl.config.schema import ReplayConfig, RLConfig
 from mcore_rl.controller import object_columns
-from mcore_rl.controller.batch_ops import fetch_batch
+from mcore_rl.controller.batch_ops import (
+    append_released,
+    fetch_batch,
+    release_columns,
+    restore_released,
+    save_released,
+)
 from mcore_rl.controller.pending_call import WorkerError
-from mcore_rl.data.batch import Batch
+from mcore_rl.controller.remote_batch import RemoteBatch, RemoteColumn, RowLocations
+from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.sample import Sample
@@ -87,3 +96,23 @@ def test_nor_for_prefetched_samples(store: Store, monkeypatch: pytest.MonkeyPatc
         with pytest.raises(WorkerError, match=f"^a checkpoint needs the samples of step 3: {LATE}"):
             prefetcher.state_dict()
     assert store.limits == [CALL_S]
+
+
+@pytest.mark.parametrize("is_restored", [False, True], ids=["of this run", "of a checkpoint"])
+def test_released_samples_are_joined_with_what_is_one_value_a_sample(
+    monkeypatch: pytest.MonkeyPatch, is_restored: bool
+):
+    """Also where only some have a column of token rewards, and a text that is longer."""
+    ids = Jagged.pack([[1, 2], [3]], np.int64)
+    local = Batch({"rewards": np.array([1.0, 0.0]), "finish_reasons": np.array(["stop", ""])})
+    missing = RowLocations.create_missing(2)
+    columns = {n: RemoteColumn(missing, n, ids.values[:0]) for n in ("response_ids", "state_ids")}
+    held = RemoteBatch(local, {"response_ids": columns["response_ids"]})
+    released: Any = release_columns(RemoteBatch(local, columns))
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    if is_restored:
+        released = restore_released(save_released(released))
+    joined = append_released(held, [released, released.take([0])])
+    assert joined.array("rewards").tolist() == [1.0, 0.0, 1.0, 0.0, 1.0]
+    assert joined.array("finish_reasons").tolist() == ["stop", "", "stop", "", "stop"]
+    assert joined.take([0, 1]).remote.keys() == held.remote.keys()

@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,13 +15,13 @@ from megatron.core import package_info
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron import device, step
 from mcore_rl.engine.megatron.model import fuse_weight_gradients
 from tests.nightly import nightly
 
 _PROGRAM = """
 import torch
-from mcore_rl.engine.megatron import device
+from mcore_rl.engine.megatron import device, step
 
 device.install(1, on_cpu=True)
 assert device.get_device_type() == "cpu"
@@ -206,3 +207,18 @@ def test_another_megatron_is_refused_by_name(monkeypatch):
         ConfigError, match=r"^megatron-core 0.16.1 is installed; supported: 0.19.2$"
     ):
         device._check_megatron()
+
+
+@pytest.mark.parametrize(("num_mtp", "expected"), [(None, 4.0), (1, 3.0), (3, 2.0)])
+def test_loss_of_indexers_is_a_mean_over_decoder_and_prediction_layers(
+    monkeypatch, num_mtp, expected
+):
+    """Each of three decoder layers, and of prediction layers, adds its tokens times coefficient."""
+    helper = SimpleNamespace(tracker={"sum": 0.5 * 10 * 12.0})
+    monkeypatch.setattr(step, "DSAIndexerLossLoggingHelper", helper)
+    monkeypatch.setattr(step.dist, "all_reduce", lambda tensor, group: None)
+    stages = "get_pipeline_model_parallel_group"
+    monkeypatch.setattr(step.parallel_state, stages, lambda: None)
+    config = SimpleNamespace(num_layers=3, mtp_num_layers=num_mtp, dsa_indexer_loss_coeff=0.5)
+    assert step.pop_indexer_loss(config, 10, torch.device("cpu")).item() == expected
+    assert step.pop_indexer_loss(config, 10, torch.device("cpu")).item() == 0.0  # it is taken

@@ -27,6 +27,7 @@ from mcore_rl.jobs import preflight
 from mcore_rl.jobs.placement import list_replayed_experts
 from mcore_rl.jobs.preflight import _check_choices, check_inputs, check_layouts, load_prompt_files
 from mcore_rl.jobs.supervised_preflight import _check_train_rows
+from mcore_rl.planner.roles import count_actor_steps
 from mcore_rl.rewards.registry import get_parts, get_registry
 from tests.unit.agents.families import tokenizer_of
 
@@ -105,6 +106,30 @@ def test_an_answer_that_no_response_of_a_run_can_earn_is_refused(
             load_prompt_files(files, config, tokenizer)
     else:
         assert len(load_prompt_files(files, config, tokenizer)) == 2
+
+
+@pytest.mark.parametrize(
+    ("advantage", "warmup_steps", "expected"),
+    [("gae", 0, 20), ("gae", 4, 12), ("gae", 10, 2), ("gae", 12, 2), ("grpo", 4, 20)],
+)
+def test_the_schedule_of_an_actor_has_the_steps_that_it_takes(
+    tmp_path: Path, advantage: str, warmup_steps: int, expected: int
+):
+    """While only the critic trains it takes none, and the decay would end too high."""
+    qwen = Path(__file__).parents[1] / "models" / "published" / "Qwen3-30B-A3B.json"
+    shutil.copy(qwen, tmp_path / "config.json")
+    config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    config.algorithm.advantage, config.algorithm.num_mini_batches = advantage, 2
+    config.trainer.num_steps, config.critic.warmup_steps = 10, warmup_steps
+    assert count_actor_steps(config) == expected
+    config.actor.optimizer.schedule = "wsd"
+    config.actor.optimizer.wsd_decay_steps = expected
+    check_layouts(config)
+    if expected < 20:
+        config.actor.optimizer.wsd_decay_steps += 1
+        message = rf"actor\.optimizer\.wsd_decay_steps={expected + 1}: {expected} steps"
+        with pytest.raises(ConfigError, match=message):
+            check_layouts(config)
 
 
 def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):

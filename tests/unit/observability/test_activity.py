@@ -94,6 +94,24 @@ def test_a_background_thread_reports_and_ends():
     assert not [t for t in threading.enumerate() if t.name == "slow-phases"]
 
 
+def test_cpu_time_of_the_driver_is_of_all_its_threads():
+    """As of those that generate beside a trainer; also in the share of a core."""
+
+    def compute() -> None:
+        while time.thread_time() < 0.2:
+            pass
+
+    clock = Stopwatch()
+    threads = [threading.Thread(target=compute) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    driver, total_s = clock.driver, clock.total_s
+    assert driver["driver/cpu_s"] >= 0.4
+    assert 0.9 < driver["driver/cpu_share"] * total_s / driver["driver/cpu_s"] < 1.1
+
+
 def test_cpu_time_of_the_driver_counts_computation_without_waits():
     clock = Stopwatch()
     with clock("waits"):

@@ -13,6 +13,7 @@ class Answering(ABC):
     """The methods of ServerPool that RolloutPool calls; `answers` returns the samples."""
 
     batches: Sequence[Batch] = ()
+    abandoned: Sequence[str] = ()  # streams
 
     @abstractmethod
     def answers(self, prompts: Batch, sampling: SamplingParams) -> list[Batch]: ...
@@ -22,6 +23,10 @@ class Answering(ABC):
 
     def idle_s(self) -> list[float]:
         return [0.0]
+
+    def abandon_all(self, stream: str) -> None:
+        self.abandoned = [*self.abandoned, stream]
+        self.batches = ()
 
     def num_outstanding(self, stream: str) -> int:
         return len(self.batches)

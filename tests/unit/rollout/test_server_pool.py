@@ -14,16 +14,17 @@ import pytest
 from ray.exceptions import RayActorError
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import TimeoutsConfig
+from mcore_rl.config.schema import RolloutConfig, SpeculativeConfig, TimeoutsConfig
 from mcore_rl.controller import object_columns
 from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError
 from mcore_rl.controller.worker_process import Reply, WorkerInfo
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
-from mcore_rl.inference.protocol import SamplingParams
+from mcore_rl.inference.protocol import DraftCounts, SamplingParams
 from mcore_rl.observability.timeline import TIMELINE
 from mcore_rl.rollout import server_pool
+from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
 from tests.operations import growth
 
@@ -211,11 +212,42 @@ def test_a_late_start_is_begun_again_while_others_serve(monkeypatch, capsys):
     assert len(started) > 5 and all(group.end_reason for group in started[:-1])
     output = capsys.readouterr().out
     assert output.count("It is started again: 1, rollout.max_restarts=3\n") == 1
-    assert len(re.findall(r"(?m)^rollout-1\.prepare It is started again$", output)) > 4
+    assert (
+        len(
+            re.findall(
+                r"(?m)^server 1 on host host: rollout-1\.prepare It is started again$", output
+            )
+        )
+        > 4
+    )
     groups[0].last("collect").reply.set_exception(RayActorError())
     with pytest.raises(WorkerError, match=r"rollout-[01]\.prepare"):  # none serves
         for _ in range(9):
             pool.collect("train", 0)
+
+
+def test_drafts_are_counted_over_all_servers_that_are_up():
+    """The acceptance is of all drafted tokens, no mean over servers; one has died in the call."""
+    answers = [DraftCounts(10, 20, 5), None, DraftCounts(10, 60, 50)]
+
+    class Answering(ServedGroup):
+        def __getattr__(self, method: str) -> Any:
+            answer, submit = answers[int(self.name[-1])], super().__getattr__(method).submit
+
+            def submit_answered(*args: Any, **options: Any) -> Call:
+                call: Call = submit(*args, **options)
+                if method == "take_draft_counts" and answer is None:
+                    call.reply.set_exception(RayActorError())
+                elif method == "take_draft_counts":
+                    call.answer(answer)
+                return call
+
+            return SimpleNamespace(submit=submit_answered)
+
+    settings = RolloutConfig(speculative=SpeculativeConfig(2))
+    pool: Any = RolloutPool(make_pool(*map(Answering, range(3))), settings, 0)
+    expected = {"drafts/acceptance": 55 / 80, "drafts/step_tokens": 1 + 55 / 20}
+    assert pool.compute_draft_metrics() == expected
 
 
 def test_a_late_start_on_shared_devices_ends_the_run(
@@ -488,7 +520,9 @@ def test_a_server_that_answers_a_call_too_late_is_started_again(monkeypatch, cap
     pool.collect("train", 0)
     assert [group.name for group in restarted] == ["rollout-0"] and not good.end_reason
     assert "rank 0 (host host, pid 1)" in late.end_reason
-    assert "It is started again: 1, rollout.max_restarts=3" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert output.startswith("server 0 on host host is lost: rank 0 (host host, pid 1)")
+    assert "It is started again: 1, rollout.max_restarts=3" in output
 
 
 def test_stopped_servers_are_restarted_when_no_group_ends(monkeypatch):

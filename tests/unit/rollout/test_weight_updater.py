@@ -112,6 +112,33 @@ def test_a_push_in_which_servers_die_is_repeated_with_the_others(tmp_path):
     assert servers.version == 7
 
 
+@pytest.mark.parametrize("deaths", [1, 2])
+def test_ranks_connect_with_the_servers_that_are_left_when_one_dies_before(tmp_path, deaths):
+    """It is found dead by the call that lists its parameters."""
+
+    class Dying(Servers):
+        def list_parameters(self) -> list[Any]:
+            nonlocal deaths
+            if deaths and self.version == 0:
+                deaths -= 1
+                self.membership, self.num_up = self.membership + 1, max(self.num_up - 1, 1)
+            return []
+
+    servers, layouts = Dying(), list[int]()
+
+    class Recording(Actor):
+        def open_weights(self, layout: GenerationLayout, *_: Any) -> Any:
+            layouts.append(layout.dp)
+            return OPENED["open_weights"]
+
+    sync = weight_updater.connect(
+        make_config(tmp_path, "disaggregated"), Recording(), servers, num_bytes=9
+    )
+    sync.push(7)
+    assert servers.num_up == 1 and layouts == [1]
+    assert [method for method, *_ in servers.attempts] == ["connect_weights", "receive_weights"]
+
+
 def test_servers_that_join_are_connected_once_by_the_next_push(tmp_path):
     config, servers = make_config(tmp_path, "disaggregated"), Servers()
     config.rollout.tp = 2

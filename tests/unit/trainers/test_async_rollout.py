@@ -146,6 +146,46 @@ def test_rejected_groups_count_with_all_their_tokens_let_go_of(tmp_path, monkeyp
     assert all((column.locations.objects >= 0).all() for column in batch.remote.values())
 
 
+def count_generated(rows: list[dict[str, float]]) -> float:
+    return sum(row["samples/groups"] for row in rows)
+
+
+def test_groups_that_are_rejected_between_two_steps_count_in_a_run_that_goes_on(tmp_path):
+    """Each group counts once: in metrics, in the curriculum, and for max_rounds."""
+    settings = {
+        "filter": FilterConfig(group_filter="drop_uniform", max_rounds=8, if_short="train"),
+        "curriculum": CurriculumConfig(name="learnability", decay=1.0),
+        "num_steps": 5,
+    }
+    begun = Run(tmp_path / "begun", save_every=1, **settings)
+    again = Run(tmp_path / "again", **settings)
+    rejected: list[Samples] = []
+
+    def stop(step: int, metrics: dict[str, float]) -> None:
+        if step < 2:
+            return
+        begun.stop.requested, generation = "SIGTERM", begun.trainer.generation
+        while not generation._rejected and begun.servers.running:
+            generation._take_in(begun.servers.collect("train", 0))
+        rejected.extend(generation._rejected)
+
+    with pytest.raises(RunStopped, match="step 2 is saved"):
+        begun.train(stop)
+    assert rejected
+    again.trainer.checkpoints.restore(read_checkpoint(tmp_path / "begun/checkpoints/step_000002"))
+    assert len(again.trainer.generation._rejected) == len(rejected)
+    again.train()
+    num_groups = count_generated(begun.rows) + count_generated(again.rows)
+    dropped = again.rows[-1]["queue/dropped_total"]
+    assert num_groups == dropped + sum(map(len, begun.trained + again.trained))
+    prompts = again.trainer.prompts.state_dict()
+    assert prompts["sampler"]["responses"].sum() == 3 * num_groups
+    queue = again.trainer.generation.queue
+    assert {group for group, _ in prompts["drawn"]} == {
+        group.group_id for group in queue.groups(GroupState.ISSUED)
+    }
+
+
 class Node:
     """Its death loses nothing but `had`."""
 

@@ -209,6 +209,32 @@ def test_weights_are_sent_again_until_the_actor_is_about_to_change():
     assert devices.servers.resend is None
 
 
+@pytest.mark.parametrize(
+    ("placement", "role"),
+    [
+        ({}, "reference"),
+        ({"actor": "own"}, "reference"),
+        ({"actor": "own"}, "critic"),
+        ({"actor": "own", "critic": "own"}, "reward_model"),
+        ({"actor": "a", "reference": "own", "rollout": "a"}, "actor"),
+    ],
+    ids=["one pool", "actor apart", "critic", "reward model", "reference apart"],
+)
+def test_servers_sleep_once_for_the_next_role_after_all_have_died_and_joined(placement, role):
+    """They die while they generate, so that they have their devices when weights are sent again."""
+    calls: list[str] = []
+    devices = share_devices(placement, calls, "actor", "reference", "critic", "reward_model")
+    devices.servers.has_joining, devices.servers.num_up = True, 0
+    devices.resend_weights()
+    devices.servers.has_joining = False
+    calls.clear()
+    devices.use(role)
+    devices.use("actor")
+    assert calls.count("sleep") == 1
+    devices.update_weights(4)
+    assert calls.count("sleep") == 1 and calls.count("wake kv_cache") == 1
+
+
 def test_servers_sleep_once_and_only_where_they_share_devices():
     for placement, order in (({}, ["sleep"]), ({"rollout": "own"}, [])):
         calls: list[str] = []

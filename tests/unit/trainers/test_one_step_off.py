@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import pytest
@@ -25,6 +26,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.rollout.server_pool import NoServersError
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
 from tests.fakes import LocalWorkers, build_trainer
@@ -312,6 +314,44 @@ def test_a_trainer_that_fails_leaves_the_background_to_the_end_of_the_servers(tm
     assert run.servers.is_answering
     run.servers.set_and_notify(num_updates=1)
     run.thread.shutdown()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"filter": FilterConfig(replay=ReplayConfig(share=0.5, max_age=3, priority="uniform"))},
+        {"save_every": 1},
+    ],
+    ids=["plain", "replay", "checkpoints"],
+)
+@pytest.mark.parametrize("fails_at", [2, 3, NUM_STEPS])
+def test_a_step_whose_last_server_has_died_is_generated_after_the_push(
+    tmp_path, settings, fails_at
+):
+    """The trainer is at its next weights, and nobody has those that the step was begun with."""
+    run = Run(tmp_path, **settings)
+    collect = run.servers.collect
+
+    def collect_or_die(*args):
+        if run.servers.num_requests == fails_at and not run.servers.abandoned:
+            raise NoServersError("rollout: no server is left")
+        return collect(*args)
+
+    run.servers.collect = collect_or_die
+    run.train()
+    assert run.servers.abandoned == ["train"]
+    drawn = [event for event in run.servers.events if event.startswith("generate")]
+    first = drawn[fails_at - 1].partition(" of ")[0]
+    assert drawn[fails_at - 1 : fails_at + 1] == [
+        f"{first} of {fails_at - 2}",
+        f"{first} of {fails_at - 1}",  # the same prompts
+    ]
+    ages = [0 if step in (1, fails_at) else 1 for step in range(1, NUM_STEPS + 1)]
+    assert [row["samples/age"] for row in run.rows] == ages
+    groups = [np.unique(u.array("group_ids")).tolist() for u in run.actor.updates]
+    if not settings:
+        assert sorted(chain(*groups)) == list(range(2 * NUM_STEPS))
 
 
 def test_servers_with_other_weights_than_they_were_given_stop_the_run(tmp_path):

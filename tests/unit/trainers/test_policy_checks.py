@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
+from mcore_rl.controller.batch_ops import get_sample_columns
+from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.trainers.policy_checks import (
     PolicyMismatchError,
     check_ages,
@@ -107,6 +109,24 @@ def test_samples_that_are_too_old_for_the_policy_or_newer_stop_the_run():
     for version, max_age, ages in ((3, 0, "0 to 1"), (4, 1, "1 to 2"), (2, 1, "-1 to 0")):
         with pytest.raises(PolicyMismatchError, match=rf"from {ages} versions old; allowed: up to"):
             compute_metrics(versions, version, max_age)
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["here", "elsewhere"])
+def test_a_newer_token_stops_the_run_in_a_sample_that_begins_with_older_weights(is_remote):
+    made = build_scored_batch()
+    versions = made.jagged("log_probs").with_values(np.array([3, 3, 3, 2, 3, 4, 3, 3, 3]))
+    made = made.with_columns(weight_versions=versions)
+    batch = RemoteBatch(get_sample_columns(made), {}) if is_remote else made
+    assert check_ages(batch, 4, 2) == {"samples/age": pytest.approx(7 / 6)}
+    with pytest.raises(PolicyMismatchError, match="from -1 to 1 versions old"):
+        check_ages(batch, 3, 2)
+    for expected in (2, 3, 4):
+        with pytest.raises(PolicyMismatchError, match=r"version \[2, 3, 4\]; expected"):
+            check_versions(batch, expected)
+    replayed = batch.with_columns(replayed=np.ones(len(batch), np.int8))
+    check_versions(replayed, 5, max_age=3)
+    with pytest.raises(PolicyMismatchError, match=r"\[2, 3, 4\]; expected: from 1 to 3"):
+        check_versions(replayed, 4, max_age=3)
 
 
 def test_replayed_samples_and_only_they_may_be_of_older_weights():

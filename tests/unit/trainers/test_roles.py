@@ -199,6 +199,21 @@ def test_a_mini_batch_without_a_token_to_train_on_is_no_step():
     assert len(workers.calls) == 1
 
 
+@pytest.mark.parametrize(("masked", "num_steps"), [([0], 1), ([1], 1), ([0, 1], 0)])
+def test_a_critic_takes_no_step_on_a_mini_batch_without_a_token(masked, num_steps):
+    batch = build_two_groups()
+    mask = Jagged.pack([[0 not in masked], [1 not in masked] * 99], np.int8)
+    config = build_config(AlgorithmConfig(num_mini_batches=2))
+    workers = CountingModel()
+    metrics = update_critic(workers, batch.with_columns(response_mask=mask), config)
+    assert len(workers.updates) == num_steps
+    for update in workers.updates:
+        assert update.array("group_ids").tolist() == [1 - masked[0]]
+        assert update.jagged("loss_weights").values.sum() == pytest.approx(1.0)
+    ratio = {"critic/ratio": FEW["ratio"] if masked == [1] else MANY["ratio"]}
+    assert {n: v for n, v in metrics.items() if n in ratio} == (ratio if num_steps else {})
+
+
 def test_an_actor_takes_no_step_before_its_critic_is_warm():
     config = build_config(AlgorithmConfig(num_mini_batches=2))
     config.critic.warmup_steps = 1

@@ -154,6 +154,24 @@ def test_a_curriculum_comes_to_the_prompts_that_succeed_half_of_the_time():
     assert shares[0] < 0.6 and shares[1] > 0.9
 
 
+def test_a_curriculum_forgets_each_prompt_that_was_generated(monkeypatch):
+    """Also those whose greedy response got no reward (ReMax), of which no sample is left."""
+    sampler = build_sampler(FilterConfig(), CurriculumConfig(name="window"))
+    sampler.config.algorithm.advantage = "remax"
+    generate = Pool.generate
+
+    def fail_first(self, prompts, n, *, is_greedy=False):
+        batch = generate(self, prompts, 2).take([*range(0, 2 * len(prompts), 3 - n)])
+        errors = np.array(["late" if is_greedy else ""] + [""] * (len(batch) - 1))
+        return batch.with_columns(reward_errors=errors)
+
+    monkeypatch.setattr(Pool, "generate", fail_first)
+    for step in range(1, 5):
+        assert len(collect(sampler, step)[0]) == 5
+        assert sampler.prompts.state_dict()["drawn"] == []
+    assert sampler.prompts.state_dict()["sampler"]["responses"].sum() > 0
+
+
 def test_a_resumed_state_draws_and_replays_what_would_have_come():
     policy = FilterConfig(
         group_filter="drop_uniform", max_rounds=9, replay=ReplayConfig(share=0.4, max_age=2)
@@ -231,6 +249,37 @@ def test_parts_are_means_over_the_samples_that_got_a_reward():
     )
     assert metrics["reward/format"] == pytest.approx(2 / 3)
     assert metrics["reward"] == pytest.approx(0.5)
+
+
+def test_parts_that_no_sample_got_are_no_metric():
+    """Such as the scores of a reward model where each response failed."""
+    parts = {"reward/model": np.full(6, np.nan, np.float32)}
+    batch = build_rewarded_batch().with_columns(finish_reasons=np.array(["stop"] * 6), **parts)
+    assert {*describe_samples(batch)} == {*describe_samples(batch.drop_columns("reward/model"))}
+
+
+def test_turns_are_counted_a_trajectory_and_not_a_sample():
+    """Of three trajectories the first has two samples; its reward stands in both."""
+    batch = (
+        build_rewarded_batch()
+        .take([0, 1, 2, 4])
+        .with_columns(
+            finish_reasons=np.array(["length", "stop", "length", "stop"]),
+            trajectories=np.array([0, 0, 1, 0]),
+            segments=np.array([0, 1, 0, 0]),
+            group_ids=np.array([0, 0, 0, 1]),
+            turns=np.array([3, 2, 1, 1]),
+            rewards=np.array([1.0, 1.0, 0.0, 0.5], np.float32),
+            roles=np.array(["asks", "asks", "answers", "asks"]),
+        )
+    )
+    metrics = describe_samples(batch)
+    assert metrics["turns"] == pytest.approx(7 / 3)
+    assert metrics["samples_per_trajectory"] == pytest.approx(4 / 3)
+    assert metrics["reward"] == pytest.approx(0.5)
+    assert metrics["truncated"] == pytest.approx(1 / 3)
+    assert (metrics["role/asks/reward"], metrics["role/answers/reward"]) == (0.75, 0.0)
+    assert "turns" not in describe_samples(batch.with_columns(turns=np.array([1, 1, 1, 0])))
 
 
 def test_shuffled_rewards_are_the_same_rewards_elsewhere():

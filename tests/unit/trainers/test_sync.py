@@ -15,7 +15,9 @@ from mcore_rl.config.schema import (
     TrainerConfig,
 )
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.data.sample import Sample
 from mcore_rl.observability.activity import Stopwatch
+from mcore_rl.trainers.base import RLTrainer
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
 from mcore_rl.trainers.step_samples import StepSampler, add_baseline_rewards
@@ -274,6 +276,18 @@ def test_the_speed_of_a_step_is_in_tokens_of_all_that_was_generated(tmp_path, mo
     assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
 
 
+def test_the_speed_of_a_step_leaves_out_the_time_of_its_evaluation(tmp_path, monkeypatch):
+    def evaluate(trainer, step):
+        trainer.clock.seconds |= {"time/evaluate_s": 5.0, "time/save_s": 1.0}
+        return {"eval/x": 1.0}
+
+    monkeypatch.setattr(Stopwatch, "total_s", 7.0)
+    monkeypatch.setattr(RLTrainer, "evaluate_if_due", evaluate)
+    one_step_of(tmp_path, {}, {"actor": Model(-1.0625)})
+    assert REPORTED["tokens_per_s"] == (6 * 2 + 9) / 2.0
+    assert (REPORTED["time/evaluate_s"], REPORTED["eval/x"]) == (5.0, 1.0)
+
+
 def test_a_step_with_the_log_probs_of_the_servers_computes_none(tmp_path):
     REPORTED.clear()
     settings = {"correction": CorrectionConfig(use_rollout_log_probs=True)}
@@ -389,6 +403,55 @@ def test_dropped_responses_and_groups_that_are_gone_with_them_are_reported(tmp_p
     output = capsys.readouterr().err
     assert "step 1: 3 responses are missing, as they got no reward\n" in output
     assert "step 1: 2 groups to train on, of trainer.prompts_per_step=3\n" in output
+
+
+# Advantages that read no more than the samples have.
+OF_FAILED_SAMPLES = (
+    "gpg", "grpo_passk", "lite_ppo", "maxrl", "opo",
+    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "rloo",
+)  # fmt: skip
+
+
+def build_failed_samples(num_tokens: int = 0) -> Batch:
+    """Return three groups that failed; the policy chose none of their tokens."""
+    tokens = [[7] * num_tokens, [0] * num_tokens, [0.0] * num_tokens, [-1] * num_tokens]
+    return Batch.collate(
+        [
+            Sample([1], *tokens, "abort", group, reward_error="no turn", status="failed")
+            for group in (0, 0, 1, 1, 2, 2)
+        ]
+    )
+
+
+@pytest.mark.parametrize("num_tokens", [0, 2], ids=["no token", "tokens of others"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"num_mini_batches": 3, "log_prob_pass": "always", "entropy_target": 0.5},
+        {"kl_coef": 0.1, "kl_placement": "reward", "kl_target": 0.1, "top_entropy_share": 0.5},
+        {"correction": CorrectionConfig(level="sequence", weight_max=2.0)},
+        {"filter": FilterConfig(mask_truncated=True, keep_responses=1)},
+        {"advantage": "gae", "num_mini_batches": 2},
+        *[{"advantage": name} for name in OF_FAILED_SAMPLES],
+    ],
+    ids=str,
+)
+def test_a_step_whose_every_group_has_failed_trains_nothing_and_the_run_goes_on(
+    tmp_path, settings, num_tokens
+):
+    """With reward.on_error=zero."""
+    models = {"actor": Model(-1.0625), "critic": ValueModel(0.0), "reference": Model(-3.5)}
+    made = build_failed_samples(num_tokens)
+    one_step_of(tmp_path, settings, models, made=made, on_error="zero")
+    assert [model.updates for model in models.values()] == [[], [], []]
+    assert (REPORTED["reward"], REPORTED["reward_errors"]) == (0.0, 1.0)
+
+
+def test_a_step_whose_every_group_has_failed_says_why_where_failed_samples_are_dropped(tmp_path):
+    with pytest.raises(ConfigError, match=r"none of the 6 responses of a step got .*: no turn$"):
+        made = build_failed_samples()
+        one_step_of(tmp_path, {}, {"actor": Model(-1.0)}, made=made, on_error="drop")
 
 
 def test_advantages_may_compare_responses_that_are_not_trained_on(tmp_path):
