@@ -10,7 +10,6 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -257,7 +256,7 @@ def test_picture_of_a_cancelled_request_is_sent_again(vision, streams):
             cancelled = asyncio.create_task(vision.submit(prompt, [1, 2]))
             for _ in range(10):
                 await asyncio.sleep(0)
-            time.sleep(0.5)  # noqa: ASYNC251 (a thread preprocesses, and nothing sends its result)
+            time.sleep(0.5)
             cancelled.cancel()
             await asyncio.wait([cancelled])
             assert cancelled.cancelled()
