@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,11 +25,15 @@ from mcore_rl.reshard.rules import LogicalTensor, Shard, Split
 DIM = 16
 
 
+@functools.cache
+def build_config() -> VllmConfig:
+    return VllmConfig(device_config=DeviceConfig("cpu"))
+
+
 def build_layer(kind: type[Any], vocab: int, rank: int, tp: int, **options: Any) -> torch.nn.Module:
     """Return a model of one layer of the vocabulary, as a worker of `tp` has it."""
     model: Any = torch.nn.Module()
-    config = VllmConfig(device_config=DeviceConfig("cpu"))
-    with set_current_vllm_config(config):
+    with set_current_vllm_config(build_config()):
         if kind is VocabParallelEmbedding:
             group = SimpleNamespace(rank_in_group=rank, world_size=tp)
             model.layer = kind(vocab, DIM, parallel_group=group, **options)
@@ -57,7 +62,7 @@ def write(model: Any, tensors: dict[str, torch.Tensor], rank: int, tp: int) -> N
     writer.finish()
 
 
-@pytest.mark.parametrize(("vocab", "tp"), [(30, 2), (259, 8), (64, 4), (65, 2), (1, 64)])
+@pytest.mark.parametrize(("vocab", "tp"), [(30, 2), (259, 8), (64, 4), (65, 2), (1, 16)])
 def test_update_fills_the_rows_of_each_worker_and_zeroes_the_others(vocab, tp):
     weight = torch.randn(vocab, DIM)
     padded = torch.zeros(-(-vocab // 64) * 64, DIM)
