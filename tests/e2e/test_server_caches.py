@@ -266,3 +266,18 @@ def test_picture_of_a_cancelled_request_is_sent_again(vision, streams):
 
     for completion in vision.run(work()):
         assert vision.get_gap(0, prompt, completion, [1, 2]) < 1e-4
+
+
+def test_prompt_of_a_cancelled_request_is_read_from_the_cache(vision):
+    vision.take(0)
+    prompt = vision.build_prompt("Tell me all about it." * 3, [0, 1])
+
+    async def work() -> list[Completion]:
+        cancelled = asyncio.create_task(vision.submit(prompt, [0, 1], max_tokens=200))
+        await wait_for_tokens(vision)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+        return await vision.submit(prompt, [0, 1], n=4, temperature=1.0)
+
+    for completion in vision.run(work()):
+        assert vision.get_gap(0, prompt, completion, [0, 1]) < 1e-4
