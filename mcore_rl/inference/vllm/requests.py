@@ -55,6 +55,11 @@ def build_completion(output: Any, reason: str, experts_from: int | None = None) 
     return Completion(token_ids, get_log_probs(output), reason, versions, stop, experts)
 
 
+def has_failed(output: Any) -> bool:
+    """Return whether one of the responses of vLLM's RequestOutput has ended in an error."""
+    return any(completion.finish_reason == "error" for completion in output.outputs)
+
+
 def get_log_probs(output: Any) -> list[float]:
     """Return the log-prob of each token of one of vLLM's CompletionOutputs."""
     pairs = zip(output.logprobs, output.token_ids, strict=True)

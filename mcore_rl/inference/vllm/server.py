@@ -10,9 +10,9 @@ import atexit
 import itertools
 import math
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -50,6 +50,7 @@ from mcore_rl.inference.vllm.requests import (
     build_request,
     build_scores,
     get_log_probs,
+    has_failed,
 )
 from mcore_rl.inference.vllm.trace import run_trace
 from mcore_rl.models.base import HFConfig
@@ -139,7 +140,6 @@ class VLLMServer(GenerationServer):
         self._request_ids = itertools.count()
         self._router = RankRouter(config.dp)
         self._engine_ids: dict[str, str] = {}  # vLLM's id of each running request, by ours
-        self._num_updates = 0
         self._headless: HeadlessWorkers | None = None
         if nodes is not None and not nodes.is_first:
             self._headless = HeadlessWorkers(self)
@@ -461,22 +461,36 @@ class VLLMServer(GenerationServer):
         if adapter not in self._adapter_requests:
             allowed = ", ".join(self._adapters) or "none, as the server has none"
             raise ConfigError(f"the server has no adapter {adapter!r}; allowed: {allowed}")
-        # A new namespace after each update: no request reads the cache of older weights.
-        sampling["cache"] = f"{sampling.get('cache', '')}@{self._num_updates}"
         sampling["stop_token_ids"] = sorted(self._images.token_ids)
         prompt, parameters = build_request(prompt_ids, **sampling)
         prompt = self._images.add(prompt, images)
+        options: dict[str, Any] = {"lora_request": self._adapter_requests[adapter]}
+        with self._router.route(group, num_tokens) as options["data_parallel_rank"]:
+            # vLLM sends pixels once, and then their hash. A request that is cancelled while its
+            # images are preprocessed leaves them marked as sent: the next one that names them ends
+            # in an error, after which vLLM sends them again (v1/engine/core.py:2001).
+            for may_lack_pixels in (True, False) if images else (False,):
+                stream = self._run_in_engine(prompt, parameters, request_id, options)
+                async with aclosing(stream) as outputs:
+                    async for output in outputs:
+                        if may_lack_pixels and has_failed(output):
+                            break
+                        if images:
+                            check_prompt(output, prompt_ids)
+                        yield output
+                    else:
+                        return
+
+    async def _run_in_engine(
+        self, prompt: Any, parameters: Any, request_id: str, options: dict[str, Any]
+    ) -> AsyncGenerator[Any, None]:
+        """Yield the engine's outputs of a request, which `abort` finds meanwhile."""
         engine_id = f"{request_id}#{next(self._request_ids)}"
         self._engine_ids[request_id or engine_id] = engine_id
-        request = {"lora_request": self._adapter_requests[adapter]}
         try:
-            with self._router.route(group, num_tokens) as rank:
-                stream = self._started_engine.generate(
-                    prompt, parameters, engine_id, data_parallel_rank=rank, **request
-                )
-                async for output in stream:
-                    if images:
-                        check_prompt(output, prompt_ids)
+            stream = self._started_engine.generate(prompt, parameters, engine_id, **options)
+            async with aclosing(stream) as outputs:
+                async for output in outputs:
                     yield output
         finally:
             del self._engine_ids[request_id or engine_id]
@@ -540,16 +554,28 @@ class VLLMServer(GenerationServer):
             engine = self._started_engine
             yield
             await engine.update_weight_version(str(version))
-            resets_cache = not is_asleep and (recompute_cache or not in_flight)
-            if resets_cache and not await engine.reset_prefix_cache(
-                reset_running_requests=in_flight
-            ):
-                raise RuntimeError(f"version {version}: the prefix cache is still in use")
-            if resets_cache or is_asleep:
-                self._router.forget_groups()
-            self._version, self._num_updates = version, self._num_updates + 1
+            if not is_asleep:
+                await self._drop_caches(keep_running=in_flight and not recompute_cache)
+            self._router.forget_groups()
+            self._version = version
             if not is_asleep:
                 await engine.resume_generation()
+
+    async def _drop_caches(self, *, keep_running: bool) -> None:
+        """Drop what older weights have computed: keys, values and embeddings of images.
+
+        Args:
+            keep_running: Running requests keep their keys and values. Otherwise they compute them
+                again.
+        """
+        from mcore_rl.inference.vllm.caches import FORGET_PREFIXES
+
+        engine = self._started_engine
+        if keep_running:
+            await engine.engine_core.call_utility_async(FORGET_PREFIXES)
+        elif not await engine.reset_prefix_cache(reset_running_requests=True):
+            raise RuntimeError("the prefix cache is still in use")
+        await engine.reset_encoder_cache()
 
     @asynccontextmanager
     async def _pause_engine(self, call: Call, *, keep: bool) -> AsyncIterator[None]:

@@ -360,8 +360,7 @@ class ShardWriter:
         if is_counted and not info.can_load():
             raise ValueError(f"{piece.target}: received more elements than its module has")
         if is_counted and info.load_numel == 0:
-            materialize_layer(layer, info)
-            info.load_numel = _zero_padding(layer)
+            _begin_layer(layer, info)
         parameter = getattr(layer, name).data
         box = (parameter if index is None else parameter[index])[piece.slices]
         if box.shape != piece.data.shape or box.dtype != piece.data.dtype:
@@ -381,6 +380,12 @@ class ShardWriter:
 
     def finish(self) -> None:
         """Check that every module got all of its parameters. Raises ValueError."""
+        for layer in self._modules.values():
+            info = get_layerwise_info(layer)
+            is_waiting = info.can_load() and info.load_numel == 0
+            if is_waiting and _is_padding(layer) and not _is_tied(self._model, layer):
+                _begin_layer(layer, info)
+                _layerwise_process(layer, info)
         short = [
             prefix
             for prefix, layer in self._modules.items()
@@ -414,6 +419,18 @@ def _split_target(target: str) -> tuple[str, str, int | None]:
     return prefix, name, int(index[:-1]) if bracket else None
 
 
+def _begin_layer(layer: Any, info: Any) -> None:
+    """Allocate the parameters of a module."""
+    materialize_layer(layer, info)
+    info.load_numel = _zero_padding(layer)
+
+
+def _is_padding(layer: Any) -> bool:
+    """Return whether this worker has no row of the vocabulary, only padding."""
+    is_vocabulary = isinstance(layer, VocabParallelEmbedding)
+    return is_vocabulary and layer.shard_indices.num_org_elements == 0
+
+
 def _zero_padding(layer: Any) -> int:
     """Zero what no tensor of a checkpoint fills, as vLLM's loader does.
 
@@ -429,9 +446,13 @@ def _zero_padding(layer: Any) -> int:
         return int(bias.numel())
     if not isinstance(layer, VocabParallelEmbedding):
         return 0
-    padding = layer.weight.data[layer.shard_indices.num_org_elements :]
-    padding.zero_()
-    return padding.numel()
+    rows = layer.shard_indices.num_org_elements
+    paddings = [
+        p.data[rows:] for p in (layer.weight, getattr(layer, "bias", None)) if p is not None
+    ]
+    for padding in paddings:
+        padding.zero_()
+    return sum(padding.numel() for padding in paddings)
 
 
 def _is_tied(model: Any, layer: Any) -> bool:

@@ -40,6 +40,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.adapters import register_manager
+from mcore_rl.inference.vllm.caches import patch_caches
 from mcore_rl.inference.vllm.data_parallel import bind_stores, patch_clients, set_up_coordinator
 from mcore_rl.inference.vllm.drafts import join_models
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
@@ -475,6 +476,7 @@ def register() -> None:
     module = "mcore_rl.inference.vllm.weights"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     _patch_sleep()
+    patch_caches()
     register_loaders()
     register_manager()
     if current_platform.is_cpu():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -188,3 +189,43 @@ def test_a_checkpoint_that_could_not_be_written_is_not_loaded(monkeypatch, tmp_p
     with pytest.raises(weight_updater.ExportError, match="method='full_export': No space left"):
         sync.push(7)
     assert servers.attempts == []
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 2, 5])
+@pytest.mark.parametrize("quantization", [None, "fp8_block"])
+def test_both_sides_plan_for_the_drafts_and_the_float8_of_the_servers(
+    tmp_path, num_tokens, quantization
+):
+    config, actor, servers = make_config(tmp_path, "disaggregated"), Actor(**OPENED), Servers()
+    config.rollout.speculative.num_tokens = num_tokens
+    config.rollout.quantization = quantization
+    weight_updater.connect(config, actor, servers, num_bytes=9)
+    _, spec = actor.calls["connect_weights"]
+    assert spec == replace(SPEC, drafts=num_tokens > 0, quantization=quantization)
+    [(_, (_, spec_of_first, _), (_, spec_of_second, _), *_)] = servers.attempts
+    assert spec_of_first == spec_of_second == spec
+
+
+@pytest.mark.parametrize(
+    ("tp", "dp", "ep"), [(1, 1, 1), (2, 1, 1), (2, 1, 2), (1, 2, 2), (2, 2, 4)]
+)
+def test_ranks_of_all_servers_are_numbered_in_a_row(tmp_path, tp, dp, ep):
+    config, actor, servers = make_config(tmp_path, "disaggregated"), Actor(**OPENED), Servers()
+    config.rollout.tp, config.rollout.dp, config.rollout.ep = tp, dp, ep > 1
+    weight_updater.connect(config, actor, servers, num_bytes=9)
+    assert actor.calls["open_weights"][0] == GenerationLayout(tp=tp, dp=2 * dp, ep=ep)
+    [(_, (_, _, first), (_, _, second), *_)] = servers.attempts
+    assert (first, second) == (0, tp * dp)
+
+
+def test_adapters_come_from_the_rank_that_has_them_with_the_alpha_of_the_actor(
+    monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        weight_updater, "gather_results", lambda *_: [[None, b"", b"adapters", None]]
+    )
+    config, servers = make_config(tmp_path, "disaggregated"), Servers([1])
+    config.rollout.lora, config.actor.lora.alpha = "adapter", 24.0
+    weight_updater.connect(config, Actor(), servers, num_bytes=9).push(7)
+    loaded = "load_adapters", (b"adapters", 24.0, 7), (b"adapters", 24.0, 7), [], LIMIT
+    assert servers.attempts == [loaded, loaded] and servers.version == 7

@@ -1,10 +1,12 @@
 """Inputs of a transfer plan, and a worker's parameters compared with the rules of a family."""
 
 import itertools
-from dataclasses import replace
+import json
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
+import torch
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
@@ -270,3 +272,40 @@ def test_tensors_of_one_shape_keep_their_places_in_listed_parameters():
         ("a", "one", 0), ("b", "one", 2), ("c", "same", 0), ("d", "same", 2),
         ("e", "swapped", 2), ("f", "swapped", 0), ("g", "repeated", 0), ("g", "repeated", 2),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "num_replicas"), [(4, 1), (4, 2), (4, 4), (32, 2)])
+def test_rows_are_sent_by_ranks_that_have_them_as_torch_chunks_them(world_size, num_replicas):
+    """The final norm has 16 rows: with 32 ranks in one replica half of them would have none."""
+    spec = TransferSpec(
+        Layout(dp=world_size), 0, GenerationLayout(tp=2), "float32", WeightSyncConfig(),
+        shard_format="rows", num_replicas=num_replicas,
+    )  # fmt: skip
+    plan = plan_transfer(TransferSpec.parse(spec.to_dict()), config_of(1) | {"vocab_size": 61}, 4)
+    num_shards, rows_sent = world_size // num_replicas, dict[str, list[int]]()
+    for rank in range(world_size):
+        for copy in plan.list_sent(rank):
+            if (
+                num_rows := {"lm_head.weight": 61, "model.norm.weight": 16}.get(copy.source)
+            ) is None:
+                continue
+            chunks = torch.arange(num_rows).chunk(num_shards)
+            start = int(chunks[rank % num_shards][0])  # IndexError: the rank has no row
+            first, count = copy.box.offsets[0], copy.box.sizes[0]
+            assert copy.source_offset[0] == first - start >= 0
+            assert first + count - start <= len(chunks[rank % num_shards])
+            rows_sent.setdefault(copy.source, []).extend(range(first, first + count))
+    assert sorted(rows_sent["lm_head.weight"]) == [*range(61)]  # split over both workers
+    assert sorted(rows_sent["model.norm.weight"]) == sorted([*range(16)] * 2)
+
+
+def test_every_field_of_a_spec_survives_the_way_to_a_server():
+    spec = TransferSpec(
+        Layout(dp=2, tp=2), 3, GenerationLayout(tp=2, dp=2), "float32",
+        WeightSyncConfig(method="disaggregated", verify="full"), shard_format="rows",
+        num_replicas=2, weight_format="huggingface", family="f", drafts=True,
+        worker_lists=[[["a", "float32", [1], []]]], quantization="fp8_block",
+    )  # fmt: skip
+    default = TransferSpec(Layout(), 0, GenerationLayout(), "bfloat16", WeightSyncConfig())
+    assert TransferSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
+    assert all(getattr(spec, f.name) != getattr(default, f.name) for f in fields(TransferSpec))

@@ -1,0 +1,56 @@
+"""Patches of vLLM's caches, so that none outlives the weights that filled it.
+
+They run in the engine's process. Upstream lines are those of vLLM 0.32.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.v1.core.sched import output
+from vllm.v1.engine.core import EngineCore
+
+FORGET_PREFIXES = "forget_prefixes"  # method of the engine
+
+
+def patch_caches() -> None:
+    """Keep pixels of running requests, and give the engine `forget_prefixes`."""
+    output.strip_covered_mm_data = _keep_pixels
+    setattr(EngineCore, FORGET_PREFIXES, _forget_prefixes)
+
+
+def _keep_pixels(
+    mm_features: list[MultiModalFeatureSpec], num_computed_tokens: int, uses_mrope: bool = False
+) -> list[MultiModalFeatureSpec]:
+    """Return the images of a request with their pixels, in place of strip_covered_mm_data.
+
+    vLLM drops those of images whose tokens are in the prefix cache (multimodal/utils.py:213). A
+    request that is preempted, or sleeps, computes its prompt again; if the embeddings have been
+    evicted meanwhile, the worker fails and the engine dies.
+    """
+    return mm_features
+
+
+def _forget_prefixes(engine: Any) -> None:
+    """Empty the prefix cache beside paused requests, which keep their blocks for themselves.
+
+    vLLM's reset_prefix_cache (v1/core/block_pool.py:827) refuses that while requests have blocks.
+    Requests in the queue, and those on their way to the engine, then compute their prompts with the
+    new weights. So does a request without a token yet, whose prompt is computed in part: all of its
+    tokens will have the new version.
+    """
+    scheduler = engine.scheduler
+    pool = scheduler.kv_cache_manager.block_pool
+    pool.evict_blocks({block.block_id for block in pool.blocks})
+    for request in [request for request in scheduler.running if not request.num_output_tokens]:
+        scheduler.running.remove(request)
+        scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+        # It may be resumed in the next step: see Scheduler.reset_prefix_cache.
+        scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+    for request in scheduler.running:
+        # Blocks that it fills from now on depend on older ones: nobody else has its salt.
+        request.cache_salt = request.request_id
+        request.block_hashes.clear()
+        request.update_block_hashes()
