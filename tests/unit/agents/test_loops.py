@@ -21,10 +21,13 @@ from mcore_rl.agents.runner import AgentRunner, TrajectoryTimeout
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig, FilterConfig
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.rewards.registry import RewardError
+from mcore_rl.trainers.step_samples import describe_samples
+from mcore_rl.trainers.training_batch import mask_truncated
 from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes
@@ -201,6 +204,48 @@ def test_turns_tokens_and_time_are_limited():
     [sample], _ = run([call("1"), "waits"], config)
     assert (sample.status, sample.reward, sample.reward_error) == ("aborted", 0.0, "")
     assert sum(sample.response_mask) == len(TOKENIZER.encode(call("1"))) + 1
+
+
+class Heedless:
+    """A loop that knows of no limit."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session, messages = self._agent.session(task), task.messages
+        for _ in range(3):
+            answer = await session.ask(messages)
+            messages = (ChatMessage("user", "Go on."),)
+        return await self._agent.score_samples(task, session, "finished", answer.parsed.content)
+
+
+@pytest.mark.parametrize(
+    ("says", "config", "room"),
+    [
+        ([call("1")] * 2, {"max_turns": 2}, None),
+        ([call("1"), "waits"], {"timeout_s": 1.0}, None),
+        ([call("1"), "42"], {}, 30),
+        (["40", "41", "42"], {"loop": f"{THIS_FILE}:Heedless"}, 15),
+        (["40", "waits"], {"loop": f"{THIS_FILE}:Heedless", "timeout_s": 1.0}, None),
+    ],
+    ids=["turns", "time", "context", "context of a user's loop", "time of a user's loop"],
+)
+def test_every_limit_of_a_trajectory_masks_it(says, config, room):
+    config, max_context = replace(TOOLS, **config), 4096
+    if room is not None:
+        [sample], _ = run(["42"] * 3, config)
+        max_context = len(sample.prompt_ids) + room
+    [sample], _ = run(says, config, max_context)
+    batch = Batch.collate([sample])
+    assert describe_samples(batch)["truncated"] == 1
+    masked = mask_truncated(batch, FilterConfig(mask_truncated=True)).jagged("response_mask")
+    assert sum(sample.response_mask) > 0 and not masked.values.any()
+
+
+def test_a_prompt_without_room_fails_a_loop_that_knows_of_no_limit():
+    with pytest.raises(RewardError, match="ContextFullError: .* of 5 tokens are used"):
+        run(["42"], AgentConfig(f"{THIS_FILE}:Heedless"), 5)
 
 
 class Guessing:
