@@ -39,10 +39,10 @@ def find_truncated(batch: Samples) -> npt.NDArray[np.bool_]:
 
     A trajectory that ran out of time ends with a complete turn; only its status tells.
     """
-    is_truncated = batch.array("finish_reasons") == "length"
-    if "statuses" not in batch:
-        return np.asarray(is_truncated)
-    return is_truncated | np.isin(batch.array("statuses"), _CUT_OFF)
+    is_truncated = np.asarray(batch.array("finish_reasons") == "length", np.bool_)
+    if "statuses" in batch:
+        is_truncated |= np.isin(batch.array("statuses"), _CUT_OFF)
+    return is_truncated
 
 
 class Trajectories:

@@ -244,7 +244,7 @@ def test_every_limit_of_a_trajectory_masks_it(says, config, room):
 
 
 def test_a_prompt_without_room_fails_a_loop_that_knows_of_no_limit():
-    with pytest.raises(RewardError, match="ContextFullError: .* of 5 tokens are used"):
+    with pytest.raises(RewardError, match=r"ContextFullError: .* of 5 tokens are used"):
         run(["42"], AgentConfig(f"{THIS_FILE}:Heedless"), 5)
 
 
