@@ -365,7 +365,14 @@ class AgentRunner:
             number += trajectory.group_size * (1 + len(trajectory.sessions))
         sampling, context = replace(task.sampling, seed=seed), self.max_context
         session = ChatSession(
-            name, self._generator, self.codec, sampling, context, role=role, trajectory=number
+            name,
+            self._generator,
+            self.codec,
+            sampling,
+            context,
+            max_response=task.max_tokens,
+            role=role,
+            trajectory=number,
         )
         trajectory.sessions.append(session)
         return session

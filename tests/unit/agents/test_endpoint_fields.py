@@ -160,7 +160,7 @@ def test_a_call_without_arguments_has_none(arguments):
 @pytest.mark.parametrize("call", [{"function": None}, {"function": "look"}, "look", {}])
 def test_a_call_without_a_function_is_refused(call):
     with pytest.raises(ConfigError, match="message 0 has a tool call"):
-        parse_chat([{"role": "assistant", "content": None, "tool_calls": [call]}])
+        parse_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "7", "{", [1], 7])
