@@ -131,11 +131,11 @@ def _read_argument(
         errors = [_list_errors(validator, name, candidate) for candidate in values]
     except Exception:  # noqa: BLE001 (a client's schema may be anything)
         return values[0]
-    for candidate, found in zip(values, errors, strict=True):
-        if not found:
+    for candidate, faults in zip(values, errors, strict=True):
+        if not faults:
             return candidate
-    for candidate, found in zip(values, errors, strict=True):
-        if all(map(_is_of_type, found)):
+    for candidate, faults in zip(values, errors, strict=True):
+        if all(map(_is_of_type, faults)):
             return candidate
     if is_text:
         raise ValueError(f"{name}: {text!r} is no JSON")

@@ -202,12 +202,12 @@ def test_the_reward_reads_the_answer_whose_tokens_it_is_given(last):
         await is_42(samples, texts, *rest)
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
-        asked = asyncio.create_task(ask(client(base_url, api_key), QUESTION, n=3))
+        answering = asyncio.create_task(ask(client(base_url, api_key), QUESTION, n=3))
         await until(lambda: len(policy.requests) == 3)
         for number in sorted(range(3), key=lambda number: number == last):
             waits[number].set()
             await asyncio.sleep(0.05)
-        assert (await asked).choices[2].message.content == "42"
+        assert (await answering).choices[2].message.content == "42"
 
     samples, _ = run((), program, policy=policy, reward=reward)
     assert seen == ["42", ["a", "bb bb", "42"], "42"]
@@ -225,7 +225,7 @@ def test_rewards_posted_while_a_turn_is_in_flight_are_of_the_turns_that_were_ans
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
         first = (await ask(ai, QUESTION)).choices[0].message
-        asked = asyncio.create_task(ask(ai, [*QUESTION, first, AGAIN], n=n))
+        answering = asyncio.create_task(ask(ai, [*QUESTION, first, AGAIN], n=n))
         await until(lambda: len(policy.requests) == 1 + n)
         await asyncio.sleep(0.05)
         refused = await post(
@@ -235,7 +235,7 @@ def test_rewards_posted_while_a_turn_is_in_flight_are_of_the_turns_that_were_ans
         posted = await post(base_url, api_key, "sessions/reward", {"reward": 1.0, key: earned})
         assert posted.status_code == 200, posted.text
         waits.set()
-        await asked
+        await answering
 
     samples, _ = run((), program, policy=policy)
     paid = [reward for sample in samples for reward in sample.process_rewards if reward]

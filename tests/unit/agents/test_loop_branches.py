@@ -104,13 +104,13 @@ def test_an_aborted_turn_may_be_the_one_that_an_environment_waited_for():
 def test_a_context_that_is_rendered_anew_is_counted_with_its_tools():
     # The second prompt goes on from no token, so tools are written once more.
     says, ends = [call("6 * 7"), "Sum.", "42"], {"stop_ids": [SECOND_END]}
-    config = replace(tools_of(0), codec="renderers")
+    config = replace(tools_of(0), codec="template")
     policy = EndsOtherwise([says[0], "42"])
     run(policy, config, **ends)
     length = len(policy.prompts[1])
     for max_context, num_prompts in ((2 * length, 2), (2 * length - 1, 3)):
         policy = EndsOtherwise(says if num_prompts == 3 else [says[0], "42"])
-        run(policy, replace(tools_of(0.5), codec="renderers"), max_context, **ends)
+        run(policy, replace(tools_of(0.5), codec="template"), max_context, **ends)
         assert len(policy.prompts) == num_prompts
 
 
@@ -161,7 +161,7 @@ UNKNOWN = '<tool_call>\n{"name": "nothing", "arguments": {}}\n</tool_call>'
 
 @pytest.mark.parametrize("is_stream", [False, True])
 def test_refused_calls_between_others_are_text_and_the_others_are_numbered(is_stream):
-    said = "Well." + BAD + call("1 + 1") + UNKNOWN + call("2 + 2") + BAD
+    turn = "Well." + BAD + call("1 + 1") + UNKNOWN + call("2 + 2") + BAD
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         if not is_stream:
@@ -184,7 +184,7 @@ def test_refused_calls_between_others_are_text_and_the_others_are_numbered(is_st
         assert read == [(0, {"expression": "1 + 1"}), (1, {"expression": "2 + 2"})]
         assert [c["id"] for _, c in calls] == ["call_0_0", "call_0_1"]
 
-    run_program([said], program)
+    run_program([turn], program)
 
 
 LOOK = ToolSpec("look", "Looks.", {"type": "object", "properties": {"at": {"type": "integer"}}})

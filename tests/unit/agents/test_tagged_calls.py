@@ -26,13 +26,13 @@ FAMILIES = ["glm-4.5", "published/glm-4.5", "qwen3.5"]
 
 
 @tool
-def optional(at: str | None, far: int | None = None) -> str:
+def optional(place: str | None, far: int | None = None) -> str:
     """Look.
 
     Args:
-        at: a place
+        place: a town
     """
-    return f"{at} {far}"
+    return f"{place} {far}"
 
 
 @cache
@@ -40,8 +40,8 @@ def codec_of(family: str) -> ValidatedChatTemplate:
     return select_codec(tokenizer_of(family), "renderers")
 
 
-def make_spec(at: Any, **more: Any) -> ToolSpec:
-    return ToolSpec("look", "Looks.", {"type": "object", "properties": {"at": at}, **more})
+def make_spec(schema: Any, **more: Any) -> ToolSpec:
+    return ToolSpec("look", "Looks.", {"type": "object", "properties": {"at": schema}, **more})
 
 
 def parse(family: str, spec: ToolSpec, arguments: dict[str, Any]) -> Any:
@@ -152,7 +152,7 @@ def test_a_closing_tag_in_a_text_is_part_of_it(family, text):
     ids=repr,
 )
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_argument_is_found_wherever_the_schema_has_it(family, parameters, value):
+def test_an_argument_has_its_schema_wherever_the_tool_has_it(family, parameters, value):
     read = parse(family, ToolSpec("look", "", parameters), {"at": value})
     assert (read.status, read.arguments) == ("ok", {"at": value})
 
@@ -212,7 +212,8 @@ def test_a_call_of_another_form_is_none(family, text, status):
 def test_a_tool_with_an_optional_text_takes_digits():
     made = optional.tool
     spec = ToolSpec(made.name, made.description, made.parameters)
-    assert parse("qwen3.5", spec, {"at": "12345", "far": 3}).arguments == {"at": "12345", "far": 3}
+    arguments = {"place": "12345", "far": 3}
+    assert parse("qwen3.5", spec, arguments).arguments == arguments
 
 
 @pytest.mark.parametrize("unit", [" ", "\n", "</parameter>", "\n</parameter>\n"])
