@@ -15,7 +15,7 @@ from mcore_rl.agents.chat_template.codec import ChatMessage, ContextFullError
 from mcore_rl.agents.loops import Agent, Task
 from mcore_rl.agents.session import Answer, ChatSession
 from mcore_rl.config.checks import check_at_least
-from mcore_rl.data.sample import Sample
+from mcore_rl.data.sample import Sample, TrajectoryStatus
 
 _INTEGER = re.compile(r"\d+")
 
@@ -49,28 +49,30 @@ class HideAndGuess:
         if number is None or not 1 <= number <= self._settings.high:
             return self._agent.build_samples(task, hider, "finished", 0.0)
         guesser = self._agent.session(task, role="guesser")
-        is_right = await self._play(task, guesser, number)
+        is_right, status = await self._play(task, guesser, number)
         return [
             *self._agent.build_samples(task, hider, "finished", float(not is_right)),
-            *self._agent.build_samples(task, guesser, "finished", float(is_right)),
+            *self._agent.build_samples(task, guesser, status, float(is_right)),
         ]
 
-    async def _play(self, task: Task, guesser: ChatSession, number: int) -> bool:
-        """Return whether the guesser names the number in time."""
+    async def _play(
+        self, task: Task, guesser: ChatSession, number: int
+    ) -> tuple[bool, TrajectoryStatus]:
+        """Return whether the guesser names the number in time, and how its trajectory ended."""
         messages = self._build_messages(task, "Guess the number.")
         for _ in range(self._settings.num_guesses):
             try:
                 guess = _read_number(await guesser.ask(messages))
             except ContextFullError:
-                return False
+                return False, "truncated"
             if guess == number:
-                return True
+                return True, "finished"
             if guess is None:
                 feedback = "That is no number."
             else:
                 feedback = f"{guess} is too {'low' if guess < number else 'high'}."
             messages = [ChatMessage("user", feedback)]
-        return False
+        return False, "finished"
 
     def _build_messages(self, task: Task, request: str) -> list[ChatMessage]:
         rules = f"Numbers are from 1 to {self._settings.high}. {request} Answer with a number."

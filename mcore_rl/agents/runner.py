@@ -15,6 +15,7 @@ from mcore_rl.agents.api_server.sessions import ApiServer, SessionHandler, Sessi
 from mcore_rl.agents.chat_template.codec import (
     ChatCodec,
     ChatTokenizer,
+    ContextFullError,
     ImageCodec,
     ValidatedChatTemplate,
     parse_messages,
@@ -42,6 +43,7 @@ from mcore_rl.agents.trajectory import MASKED_VERSION, assign_turn_rewards, buil
 from mcore_rl.agents.verifiers.loop import VerifiersLoop
 from mcore_rl.algorithms.registry import Registry
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 from mcore_rl.inference.lifecycle import Gate
@@ -114,7 +116,7 @@ def try_out(config: AgentConfig, fields: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: The loop or a server of agent.mcp_servers cannot work.
     """
-    asyncio.run(try_mcp_servers(config))
+    run_coroutine(try_mcp_servers(config))
     if check := getattr(LOOPS[config.loop], "try_out", None):
         check(LOOPS.build_settings(config.loop, config.settings), config.max_turns, fields)
 
@@ -299,6 +301,8 @@ class AgentRunner:
                 if timeout.expired()
                 else self._build_failed(task, error)
             )
+        except ContextFullError as error:  # not caught by the loop: a limit like time
+            samples = self._build_cut_off(task, "truncated") or self._build_failed(task, error)
         except RewardError:
             raise
         except GenerationError as error:
@@ -361,7 +365,14 @@ class AgentRunner:
             number += trajectory.group_size * (1 + len(trajectory.sessions))
         sampling, context = replace(task.sampling, seed=seed), self.max_context
         session = ChatSession(
-            name, self._generator, self.codec, sampling, context, role=role, trajectory=number
+            name,
+            self._generator,
+            self.codec,
+            sampling,
+            context,
+            max_response=task.max_tokens,
+            role=role,
+            trajectory=number,
         )
         trajectory.sessions.append(session)
         return session

@@ -93,7 +93,7 @@ class ChatSession:
         model: Name of a frozen model, whose turns are not trained. "" is the policy.
         role: Makes the session a `trajectory` of its own (its number in the group), compared only
             with sessions of the same role.
-        turns: In the order in which they ended.
+        turns: In the order in which they were answered; choices of one request in theirs.
     """
 
     def __init__(
@@ -104,6 +104,7 @@ class ChatSession:
         sampling: SamplingParams,
         max_context: int,
         *,
+        max_response: int | None = None,
         model: str = "",
         role: str = "",
         trajectory: int = 0,
@@ -114,13 +115,17 @@ class ChatSession:
             sampling: Parameters of each turn; `max_tokens` limits a turn. `seed` is for the first
                 turn; seeds of later turns are drawn from it.
             max_context: Tokens of a prompt and its completion.
+            max_response: Tokens of all turns of a conversation, without those of tools and
+                templates; a new context has as many again. None: no limit but the context.
         """
         self.name, self._generator, self._codec = name, generator, codec
         self._sampling, self._max_context = sampling, max_context
+        self._max_response = max_response
         self.model, self.role, self.trajectory = model, role, trajectory
         self._messages: list[ChatMessage] = []
         self._can_extend = False  # whether the last turn is in the context
         self._num_started = 0  # turns
+        self._cleared: set[str] = set()  # turn ids of earlier contexts
         self.turns: list[Turn] = []
 
     async def ask(
@@ -137,22 +142,23 @@ class ChatSession:
                 turns of a group with equal names.
 
         Raises:
-            ContextFullError: The conversation has as many tokens or images as it may have, or a
-                text has tokens for images.
+            ContextFullError: The conversation or its turns have as many tokens as they may have,
+                or the conversation as many images, or a text has tokens for images.
             GenerationError: The server failed. This is no failure of the loop; do not catch it.
         """
         messages = self._add_images(messages)
         prompt = self._build_prompt(messages, tools)
         parent = self.turns[-1].turn_id if self.turns else ""
         images = list_images([*self._messages, *messages])
-        _, completion = await self.sample(prompt, parent, state=state, images=images)
+        turn, completion = await self.sample(prompt, parent, state=state, images=images)
+        self.turns.append(turn)
         parsed = self._codec.parse(completion.token_ids, tools, prompt)
         self._messages += [*messages, parsed.to_message()]
         self._can_extend = True
         return Answer(parsed, completion.finish_reason)
 
-    def compute_max_tokens(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens an answer to a prompt may have.
+    def compute_max_tokens(self, prompt: Sequence[int], parent: str) -> int:
+        """Return how many tokens an answer to a prompt after the turn `parent` may have.
 
         Raises:
             ContextFullError: None.
@@ -160,7 +166,20 @@ class ChatSession:
         free = self._max_context - len(prompt)
         if free < 1:
             raise ContextFullError(f"{len(prompt)} of {self._max_context} tokens are used")
+        if self._max_response is not None:
+            used = self._count_sampled(parent)
+            if used >= self._max_response:
+                raise ContextFullError(f"{used} of {self._max_response} response tokens are used")
+            free = min(free, self._max_response - used)
         return min(self._sampling.max_tokens, free)
+
+    def _count_sampled(self, parent: str) -> int:
+        """Return how many tokens the turns of a context have, up to the turn `parent`."""
+        turns, num_tokens = {turn.turn_id: turn for turn in self.turns}, 0
+        while parent and parent not in self._cleared:
+            num_tokens += len(turns[parent].token_ids)
+            parent = turns[parent].parent
+        return num_tokens
 
     async def sample(
         self,
@@ -175,6 +194,8 @@ class ChatSession:
     ) -> tuple[Turn, Completion]:
         """Sample a turn after any earlier turn. Several may run at once; each has its own seed.
 
+        It is no part of `turns` until the caller appends it.
+
         Args:
             parent: turn_id of the earlier turn; "" begins a conversation.
             images: Digests of the prompt's images, in its order.
@@ -182,7 +203,7 @@ class ChatSession:
         Raises:
             ContextFullError, GenerationError: As `ask`.
         """
-        limit = self.compute_max_tokens(prompt)
+        limit = self.compute_max_tokens(prompt, parent)
         if isinstance(self._codec, ImageCodec):
             sampled = [turn.token_ids for turn in self.turns if turn.turn_id == parent]
             self._codec.check_limits(images, *sampled)
@@ -215,7 +236,6 @@ class ChatSession:
             state=state,
             images=images,
         )
-        self.turns.append(turn)
         return turn, completion
 
     async def abort(self, request_id: str) -> None:
@@ -225,6 +245,7 @@ class ChatSession:
     def clear_context(self) -> None:
         """Begin a new context: the next prompt has only the next messages."""
         self._messages, self._can_extend = [], False
+        self._cleared = {turn.turn_id for turn in self.turns}
 
     def count_prompt_tokens(
         self, messages: Sequence[ChatMessage], tools: Sequence[ToolSpec] = ()

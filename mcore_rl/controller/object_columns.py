@@ -26,6 +26,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.experimental import get_local_object_locations
 
+from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.controller.remote_batch import (
     NO_OBJECT,
     PROMPT_TOKENS,
@@ -372,7 +373,7 @@ def check_nodes() -> dict[str, bool]:
     while True:
         nodes = ray.nodes()
         alive = [node for node in nodes if node["Alive"] and node["NodeID"] not in _unreachable]
-        silent = asyncio.run(_find_silent_nodes(alive)) if len(nodes) > 1 else []
+        silent = run_coroutine(_find_silent_nodes(alive)) if len(nodes) > 1 else []
         if not silent:
             return {node["NodeID"]: node["Alive"] for node in nodes}
         if time.monotonic() > deadline:

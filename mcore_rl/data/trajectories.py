@@ -12,11 +12,12 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from mcore_rl.data.batch import PICKED_KEYS, Batch, Column, Jagged
+from mcore_rl.data.batch import PICKED_KEYS, Batch, Column, Jagged, Samples
 
 Rows = npt.NDArray[np.int64]
 # jagged columns with entries for prompt tokens
 _PROMPT_COLUMNS = ("prompt_ids", "routed_experts", PICKED_KEYS)
+_CUT_OFF = ("truncated", "aborted")  # statuses of trajectories that a limit has ended
 _SUMMED = ("response_tokens",)  # columns of one value per sample to sum over segments
 
 
@@ -31,6 +32,17 @@ def split_groups_by_role(batch: Batch) -> Batch:
     pairs = [batch.array("group_ids"), np.unique(batch.array("roles"), return_inverse=True)[1]]
     ids = np.unique(np.stack(pairs), axis=1, return_inverse=True)[1]
     return batch.with_columns(group_ids=ids.reshape(-1).astype(np.int64))
+
+
+def find_truncated(batch: Samples) -> npt.NDArray[np.bool_]:
+    """Return which samples a limit has cut off: their last turn, or the trajectory that they end.
+
+    A trajectory that ran out of time ends with a complete turn; only its status tells.
+    """
+    is_truncated = np.asarray(batch.array("finish_reasons") == "length", np.bool_)
+    if "statuses" in batch:
+        is_truncated |= np.isin(batch.array("statuses"), _CUT_OFF)
+    return is_truncated
 
 
 class Trajectories:

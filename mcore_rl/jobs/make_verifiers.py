@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from mcore_rl.agents.verifiers.loop import TASK
 from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.make_data import GROUP_ROWS
 
@@ -52,7 +52,7 @@ def make_verifiers(settings: VerifiersSettings, tasks: TaskRange, output: Path) 
     try:
         with TemporaryDirectory(dir=output.parent, prefix=".", suffix=".partial") as folder:
             file = Path(folder) / output.name
-            num_rows = asyncio.run(_write_tasks(settings, tasks, file))
+            num_rows = run_coroutine(_write_tasks(settings, tasks, file))
             if not num_rows:
                 raise ConfigError(f"{settings.environment!r} has no task after --skip={tasks.skip}")
             file.rename(output)

@@ -49,12 +49,11 @@ def overlong(
 ) -> dict[str, float]:
     """Soft overlong punishment of DAPO (arXiv:2503.14476, eq. 13), to be added to other rewards.
 
-    0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens. With
-    y = num_tokens: min(0, (max_tokens - buffer_tokens - y) / buffer_tokens). The paper's third
-    case, y above max_tokens, does not occur: generation ends there.
+    0 up to max_tokens - buffer_tokens, then falling linearly to -1 at max_tokens, and -1 beyond,
+    where an agent of several contexts may get.
     """
     start = max_tokens - settings.buffer_tokens
-    return {"reward": min(0.0, (start - num_tokens) / settings.buffer_tokens)}
+    return {"reward": max(-1.0, min(0.0, (start - num_tokens) / settings.buffer_tokens))}
 
 
 @register_reward("cosine")

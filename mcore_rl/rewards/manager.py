@@ -163,7 +163,7 @@ class RewardManager:
                     "text": texts[row],
                     "fields": samples[row].fields,
                     "finish_reason": samples[row].finish_reason,
-                    "num_tokens": len(samples[row].response_ids),
+                    "num_tokens": sum(map(len, turn_ids[row])),
                     "max_tokens": max_tokens,
                     "messages": samples[row].messages,
                     "turns": turns[row],

@@ -12,7 +12,7 @@ one prompt, and returns a list of such results; an exception in the list fails t
 Either kind may be async, and may have more parameters, which it gets by name (a batched one as
 lists, except max_tokens):
 
-- `num_tokens`: tokens of the response, with its end token;
+- `num_tokens`: tokens of the response, with its end token; of an agent, those of its turns;
 - `max_tokens`: limit of num_tokens;
 - `messages`: the prompt, dicts in OpenAI's form;
 - `turns`: the texts of all turns of the policy; without an agent, the response;

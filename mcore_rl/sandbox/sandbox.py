@@ -15,12 +15,12 @@ import tempfile
 import warnings
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Collection, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from mcore_rl.config.checks import check_path
+from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox.tiers import Tier, build_request, list_candidates
 
@@ -112,7 +112,7 @@ class Sandbox:
     ) -> SandboxResult:
         """Run a command, or Python source with the packages of this environment.
 
-        For threads without a running event loop.
+        It blocks the event loop of its thread, if there is one; see `run_async`.
 
         Args:
             program: Command and arguments, or the source of a Python program.
@@ -123,7 +123,7 @@ class Sandbox:
             SandboxError: the sandbox could not be made.
             ValueError: a path in `files` leads out of the scratch folder.
         """
-        return asyncio.run(run_in_tier(self.tier, self._settings, program, stdin, files or {}))
+        return run_coroutine(run_in_tier(self.tier, self._settings, program, stdin, files or {}))
 
     async def run_async(self, program: Sequence[str] | str, *, stdin: str = "") -> SandboxResult:
         """Run as `run` does, without blocking the event loop. Waiting for a slot is not limited."""
@@ -168,7 +168,6 @@ def check_tier(tier: Tier) -> str:
         tempfile.TemporaryDirectory(prefix="mcore-rl-probe-") as folder,
         socket.create_server(("127.0.0.1", 0)) as server,
         subprocess.Popen(["sleep", "600"], env={"SECRET": secrets.token_hex()}) as other,
-        ThreadPoolExecutor(1) as thread,  # the caller may have an event loop
     ):
         file = Path(folder, "file")
         file.write_text("secret")
@@ -181,7 +180,7 @@ def check_tier(tier: Tier) -> str:
         }
         try:
             running = run_in_tier(tier, _PROBE_SETTINGS, _ESCAPE, json.dumps(place), {})
-            result = thread.submit(asyncio.run, running).result()
+            result = run_coroutine(running)
             is_alive = other.poll() is None
         except SandboxError as error:
             return str(error)

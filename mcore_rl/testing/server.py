@@ -19,7 +19,6 @@ import random
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError, PeerError, StateError
+from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.config.schema import Layout, RolloutConfig, WeightSyncConfig
 from mcore_rl.data.tokenizer import has_tokenizer, read_stop_ids, read_tokenizer
 from mcore_rl.inference.protocol import (
@@ -101,8 +101,7 @@ def check_server(
                     await _CHECKS[name](checks)
         return names
 
-    with ThreadPoolExecutor(1) as thread:  # a notebook has an event loop in this one
-        return thread.submit(asyncio.run, run()).result()
+    return run_coroutine(run())
 
 
 def _register(check: Check) -> Check:

@@ -16,7 +16,7 @@ from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.examples import ExampleFiles
 from mcore_rl.data.prompt_batches import build_held_out_batch
-from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.data.trajectories import Trajectories, find_truncated
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.metrics import prefix_eval_metrics
 from mcore_rl.rollout.manager import RolloutPool
@@ -150,7 +150,7 @@ def compute_scores(batch: Samples, config: RewardConfig) -> dict[str, float]:
             metrics[name] = float(column[has_value].mean())
             metrics[f"{name}_stderr"] = compute_standard_error(column[has_value], groups[has_value])
     metrics["response_tokens"] = float(batch.array("response_tokens").mean())
-    metrics["truncated"] = float((batch.array("finish_reasons") == "length").mean())
+    metrics["truncated"] = float(find_truncated(batch).mean())
     metrics["num_samples"] = float(len(batch))
     return metrics
 

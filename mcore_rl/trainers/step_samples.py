@@ -27,7 +27,7 @@ from mcore_rl.controller.batch_ops import (
 )
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.prompt_batches import PromptBatches
-from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.data.trajectories import Trajectories, find_truncated
 from mcore_rl.rollout.manager import RolloutPool, report_lost_groups
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.policy_loss import reads_greedy
@@ -275,7 +275,7 @@ def describe_samples(batch: Samples) -> dict[str, float]:
         "reward": batch.array("rewards").mean(),
         "response_tokens": lengths.mean(),
         "response_tokens_max": lengths.max(),
-        "truncated": (batch.array("finish_reasons") == "length").mean(),
+        "truncated": find_truncated(batch).mean(),
     }
     if num_turns > len(batch):
         metrics["turns"] = num_turns / len(batch)

@@ -28,7 +28,7 @@ from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, FilterConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, select_rows
 from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples
-from mcore_rl.data.trajectories import Trajectories
+from mcore_rl.data.trajectories import Trajectories, find_truncated
 from mcore_rl.engine.steps import count_trained_tokens
 from mcore_rl.observability.metrics import merge_metrics
 from mcore_rl.trainers.policy_checks import (
@@ -156,14 +156,15 @@ def select_responses(batch: B, filters: FilterConfig, seed: Sequence[int]) -> B:
 def mask_truncated(batch: Batch, filters: FilterConfig) -> Batch:
     """Mask all tokens of truncated trajectories from every loss (mask_truncated).
 
-    A trajectory is truncated if its last turn is: all of its samples are masked then, and none
-    for an earlier turn that was cut off. DAPO's overlong filtering (arXiv:2503.14476, section 3.4).
-    Truncated trajectories still count in the advantages of their group.
+    A trajectory is truncated if its last turn is or a limit has ended it: all of its samples are
+    masked then, and none for an earlier turn that was cut off. DAPO's overlong filtering
+    (arXiv:2503.14476, section 3.4). Truncated trajectories still count in the advantages of their
+    group.
     """
     if not filters.mask_truncated:
         return batch
     mask, last_rows = batch.jagged("response_mask"), Trajectories(batch).last_rows
-    is_complete = batch.array("finish_reasons")[last_rows] != "length"
+    is_complete = ~find_truncated(batch)[last_rows]
     columns = {"response_mask": mask, "cross_entropy_mask": _get_cross_entropy_mask(batch)}
     is_unmasked = np.repeat(is_complete, mask.lengths)  # [response tokens]
     masked = {name: c.with_values(c.values * is_unmasked) for name, c in columns.items()}

@@ -1,4 +1,4 @@
-"""An environment that a user may write outside of the package; a job names it by import path."""
+"""A loop and an environment that a user may write; jobs name them by import path."""
 
 from __future__ import annotations
 
@@ -7,6 +7,20 @@ from typing import Any
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import EnvironmentStep
+from mcore_rl.agents.loops import Agent, Task
+from mcore_rl.data.sample import Sample
+
+
+class AsksOnce:
+    """A loop of one turn, whose reward is that of the run."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session = self._agent.session(task)
+        answer = await session.ask(task.messages)
+        return await self._agent.score_samples(task, session, "finished", answer.parsed.content)
 
 
 class Twice:

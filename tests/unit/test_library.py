@@ -1,5 +1,6 @@
 """The public interface of the package, for scripts and notebooks."""
 
+import asyncio
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,10 @@ import pytest
 
 import mcore_rl
 from mcore_rl import testing
+from mcore_rl.agents.runner import try_out
+from mcore_rl.config.event_loop import run_coroutine
+from mcore_rl.config.schema import AgentConfig
+from tests.notebook import run_in_cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
 
@@ -41,6 +46,28 @@ def test_a_recipe_has_its_settings_and_overrides():
     assert mcore_rl.load_recipe() == mcore_rl.RLConfig()
     with pytest.raises(mcore_rl.ConfigError, match="unknown setting 'sed'"):
         mcore_rl.load_recipe("quickstart", "sed=7")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AgentConfig("tools", tools=["calculator"]),
+        AgentConfig("environment", environment="countdown"),
+    ],
+    ids=lambda config: config.loop,
+)
+def test_a_loop_of_agents_is_tried_out_in_a_notebook(config):
+    run_in_cell(lambda: try_out(config, {}))
+
+
+def test_a_coroutine_runs_in_a_notebook_and_its_error_is_raised():
+    async def divide(number: int) -> float:
+        await asyncio.sleep(0)
+        return 1 / number
+
+    assert run_in_cell(lambda: run_coroutine(divide(2))) == run_coroutine(divide(2)) == 0.5
+    with pytest.raises(ZeroDivisionError):
+        run_in_cell(lambda: run_coroutine(divide(0)))
 
 
 def test_a_folder_without_a_run_that_has_ended_is_refused(tmp_path):

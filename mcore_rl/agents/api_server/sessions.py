@@ -321,7 +321,7 @@ class SessionHandler:
         request_id: str = "",
     ) -> Awaitable[list[tuple[Turn, Completion]]]:
         """Sample turns after the longest turn that the tokens of the prompt begin with."""
-        self._check_limits(prompt, n)
+        self._check_limits(prompt, "", n)
         parent, done, images = "", 0, tuple[str, ...]()
         for turn in self.session.session.turns:
             before = turn.prompt_ids + turn.token_ids
@@ -347,8 +347,12 @@ class SessionHandler:
         request_id: str = "",
         images: tuple[str, ...] = (),
     ) -> list[tuple[Turn, Completion]]:
-        """Sample `n` turns after a parent; none is kept if one fails or is cancelled."""
-        self._check_limits(prompt, n)
+        """Sample `n` turns after a parent; none is kept if one fails or is cancelled.
+
+        They become turns of the session when all have ended, in their order: so the last turn is
+        the answer that the reward reads, and rewards of turns count what the client has got.
+        """
+        self._check_limits(prompt, parent, n)
         self._num_requests += 1
         names = [f"{self.session.session.name}/{self._num_requests}/{i}" for i in range(n)]
         self._num_turns, self._num_running = self._num_turns + n, self._num_running + n
@@ -382,21 +386,24 @@ class SessionHandler:
             self._running.pop(request_id, None)
             if not is_complete:
                 self._num_turns -= n
-                self._drop_turns(tasks)
-        return [task.result() for task in tasks]
+        sampled = [task.result() for task in tasks]
+        self._add_turns([turn for turn, _ in sampled])
+        return sampled
 
-    def _drop_turns(self, tasks: Sequence[asyncio.Task[tuple[Turn, Completion]]]) -> None:
-        """Remove the turns of an answer that the client does not get."""
-        for task in tasks:
-            if task.done() and not task.cancelled() and task.exception() is None:
-                self.session.session.turns.remove(task.result()[0])
+    def _add_turns(self, turns: Sequence[Turn]) -> None:
+        """Add the turns of an answer to the session; rewards posted before have none for them."""
+        self.session.session.turns += turns
+        if self.session.turn_rewards:
+            self.session.turn_rewards += (0.0,) * len(turns)
+        if self.session.token_rewards:
+            self.session.token_rewards += tuple([0.0] * len(turn.token_ids) for turn in turns)
 
     def _check_open(self) -> None:
         if self._has_ended:
             raise RefusalError(409, "session_ended", "the session has ended")
 
-    def _check_limits(self, prompt: list[int], n: int) -> None:
-        """Raise RefusalError if `n` more turns after a prompt are not allowed."""
+    def _check_limits(self, prompt: list[int], parent: str, n: int) -> None:
+        """Raise RefusalError if `n` more turns after a prompt and a turn are not allowed."""
         self._check_open()
         if self._num_turns + n > self.limits.max_turns:
             self.reach_limit()
@@ -412,7 +419,7 @@ class SessionHandler:
             )
             raise RefusalError(429, "too_many_at_once", reason, may_retry=True)
         try:
-            self.session.session.compute_max_tokens(prompt)
+            self.session.session.compute_max_tokens(prompt, parent)
         except ContextFullError as error:
             raise self._refuse_full(error) from error
 

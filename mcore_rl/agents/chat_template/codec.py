@@ -557,17 +557,17 @@ def _parse_message(row: Mapping[str, Any], number: int) -> ChatMessage:
 
 
 def _parse_call(call: Mapping[str, Any], number: int) -> ToolCall:
-    function = call.get("function", call)
     try:
-        arguments = function["arguments"]
+        function = call.get("function", call)
+        arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = json.loads(arguments.strip() or "null")
-        if arguments is None:  # as clients write none
+        if arguments is None:  # clients write none so, or leave the field out
             arguments = {}
         if not isinstance(arguments, Mapping):
             raise TypeError("arguments have to be an object")
         return ToolCall(function["name"], dict(arguments), call.get("id") or "")
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ConfigError(f"message {number} has a tool call {call!r}: {error!r}") from error
 
 

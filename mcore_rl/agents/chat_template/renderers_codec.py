@@ -18,6 +18,13 @@ from mcore_rl.agents.chat_template.codec import (
     ToolSpec,
     convert_response,
 )
+from mcore_rl.agents.chat_template.tagged_calls import (
+    GLM_TAGS,
+    QWEN_TAGS,
+    CallTags,
+    declare_texts,
+    read_calls,
+)
 
 # Family -> values of the template's own variables to try in this order; its renderer is given those
 # with which it writes what the template writes.
@@ -33,6 +40,14 @@ FAMILIES: Mapping[str, Sequence[Mapping[str, JsonValue]]] = {
     "kimi-k2": ({},),
     "kimi-k2.5": ({},),
     "llama-3": ({},),
+}
+# Families that write the arguments of calls without JSON.
+_CALL_TAGS: Mapping[str, CallTags] = {
+    "qwen3.5": QWEN_TAGS,
+    "qwen3.6": QWEN_TAGS,
+    "glm-4.5": GLM_TAGS,
+    "glm-5": GLM_TAGS,
+    "glm-5.1": GLM_TAGS,
 }
 
 
@@ -59,7 +74,7 @@ class RenderersCodec:
         """
         from renderers import config_from_name, create_renderer
 
-        self._template = TemplateRenderer(tokenizer, options)
+        self._template, self._tags = TemplateRenderer(tokenizer, options), _CALL_TAGS.get(family)
         self.name, self.tool_refusal = f"renderers:{family}", ""
         try:
             self._renderer = create_renderer(
@@ -107,9 +122,12 @@ class RenderersCodec:
     ) -> ParsedTurn:
         """Split a completion into its parts; see `ChatCodec.parse`."""
         ids = [*takewhile(lambda token: token not in self._foreign_ids, completion_ids)]
+        declared = _to_dicts(tools) if self._tags is None else declare_texts(tools)
         response = self._renderer.parse_response(
-            ids, tools=_to_dicts(tools) or None, prompt_ids=list(prompt_ids)
+            ids, tools=declared or None, prompt_ids=list(prompt_ids)
         )
+        if self._tags is not None:
+            response = read_calls(response, self._tags, tools)
         return convert_response(response, tools)
 
     def _merge_pieces(self, ids: list[int]) -> list[int]:

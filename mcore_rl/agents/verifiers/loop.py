@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ from mcore_rl.agents.loops import Agent, ApiSession, Task
 from mcore_rl.agents.session import GenerationError, Turn
 from mcore_rl.agents.verifiers.process import BridgeError, BridgeProcess, VerifiersSettings
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.data.sample import Sample, TrajectoryStatus
 
 TASK = "task"  # column with the data of a task, as JSON
@@ -58,7 +58,7 @@ class VerifiersLoop:
                 await process.close()
 
         try:
-            asyncio.run(start())
+            run_coroutine(start())
         except BridgeError as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"agent.settings.environment: {reason}") from error

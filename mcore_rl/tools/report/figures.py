@@ -87,7 +87,7 @@ LINES = (
     Lines("lengths", "Response lengths", "Mean and longest of a step, and means of held-out "
           "prompts.", ("response_tokens", "response_tokens_max", "eval/*/response_tokens"),
           "tokens"),
-    Lines("truncated", "Truncated", "Share of responses that reached the length limit.",
+    Lines("truncated", "Truncated", "Share of responses that a limit cut off.",
           ("truncated", "eval/*/truncated"), "share"),
     Lines("gap", "Log-prob gap", "Between trainer and servers, at the tokens that the policy chose "
           "(max_logprob_gap, mean_logprob_gap).", ("max_logprob_gap", "mean_logprob_gap"), "nats",

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from mcore_rl.agents.api_server.protocol import parse_chat
@@ -26,7 +27,7 @@ from tests.unit.agents.served import (
     run,
     until,
 )
-from tests.unit.agents.test_loops import END, TOKENIZER, call, text_of
+from tests.unit.agents.test_loops import END, TOKENIZER, call, is_42, text_of
 from tests.unit.repo.test_docs import write_recipes
 
 
@@ -158,6 +159,88 @@ def test_each_of_n_choices_is_a_branch_that_can_be_gone_on_from():
     masks = [sum(sample.response_mask) for sample in samples]
     assert masks == [2, 2, 4, 2]  # "b" is trained once
     assert [sample.segment for sample in samples] == [0, 1, 2, 3]
+
+
+def test_branches_have_the_rest_of_the_response_each():
+    length = len(TOKENIZER.encode("b")) + 1
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        ai = client(base_url, api_key)
+        answer = await ask(ai, QUESTION, n=2)
+        for choice in answer.choices:
+            await ask(ai, [*QUESTION, choice.message, AGAIN])
+        await ask(ai, [AGAIN])  # another conversation
+
+    _, policy = run(["a", "b", "c", "d", "e"], program)
+    limits = [sampling.max_tokens for _, sampling, _ in policy.requests]
+    assert limits == [1000, 1000, 1000 - length, 1000 - length, 1000]
+
+
+def test_a_response_that_is_used_up_is_refused_and_cut_off():
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        ai = client(base_url, api_key)
+        answer = await ask(ai, QUESTION)
+        assert answer.choices[0].finish_reason == "length"
+        with pytest.raises(openai.BadRequestError, match="1000 of 1000 response tokens") as caught:
+            await ask(ai, [*QUESTION, answer.choices[0].message, AGAIN])
+        assert caught.value.code == "context_length_exceeded"
+
+    [sample], _ = run(["x " * 1000], program)
+    assert (sample.status, sum(sample.response_mask)) == ("truncated", 1000)
+
+
+@pytest.mark.parametrize("last", [0, 1, 2])
+def test_the_reward_reads_the_answer_whose_tokens_it_is_given(last):
+    # Of three choices the one that ends last is any of them.
+    waits = [asyncio.Event() for _ in range(3)]
+    policy = Policy(["a", "bb bb", "42"], dict(enumerate(waits)))
+    seen: list[Any] = []
+
+    async def reward(samples: list[Sample], texts: list[str], *rest: Any) -> None:
+        [sample] = samples
+        seen.extend([*texts, sample.turn_texts, text_of(sample.response_ids[:-1])])
+        await is_42(samples, texts, *rest)
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        answering = asyncio.create_task(ask(client(base_url, api_key), QUESTION, n=3))
+        await until(lambda: len(policy.requests) == 3)
+        for number in sorted(range(3), key=lambda number: number == last):
+            waits[number].set()
+            await asyncio.sleep(0.05)
+        assert (await answering).choices[2].message.content == "42"
+
+    samples, _ = run((), program, policy=policy, reward=reward)
+    assert seen == ["42", ["a", "bb bb", "42"], "42"]
+    assert [sample.reward for sample in samples] == [1.0] * 3
+    assert [text_of(sample.response_ids[:-1]) for sample in samples] == ["a", "bb bb", "42"]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("key", ["turn_rewards", "token_rewards"])
+def test_rewards_posted_while_a_turn_is_in_flight_are_of_the_turns_that_were_answered(key, n):
+    waits = asyncio.Event()
+    policy = Policy(["40", "41", "42"], {n: waits})  # with n=2 the first choice has ended
+    earned = {"turn_rewards": [0.25], "token_rewards": [[0.0, 0.25, 0.0]]}[key]
+
+    async def program(task: Task, base_url: str, api_key: str) -> None:
+        ai = client(base_url, api_key)
+        first = (await ask(ai, QUESTION)).choices[0].message
+        answering = asyncio.create_task(ask(ai, [*QUESTION, first, AGAIN], n=n))
+        await until(lambda: len(policy.requests) == 1 + n)
+        await asyncio.sleep(0.05)
+        refused = await post(
+            base_url, api_key, "sessions/reward", {"reward": 1.0, key: [*earned, *earned]}
+        )
+        assert refused.status_code == 400
+        posted = await post(base_url, api_key, "sessions/reward", {"reward": 1.0, key: earned})
+        assert posted.status_code == 200, posted.text
+        waits.set()
+        await answering
+
+    samples, _ = run((), program, policy=policy)
+    paid = [reward for sample in samples for reward in sample.process_rewards if reward]
+    assert paid == [0.25] and {sample.reward for sample in samples} == {1.0}
+    assert sum(sum(sample.response_mask) for sample in samples) == 3 * (1 + n)
 
 
 def test_a_stop_text_ends_an_answer_and_is_not_in_it():

@@ -135,9 +135,15 @@ def test_a_null_is_a_field_that_is_not_there(nulls):
     assert sample.reward == 0.5
 
 
-@pytest.mark.parametrize("arguments", ["", None, " \n", "{}", {}])
+LEFT_OUT = "left out"
+
+
+@pytest.mark.parametrize("arguments", ["", None, " \n", "{}", {}, LEFT_OUT])
 def test_a_call_without_arguments_has_none(arguments):
-    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    function = {"name": "look", "arguments": arguments}
+    if arguments == LEFT_OUT:
+        del function["arguments"]
+    call = {"id": "a", "type": "function", "function": function}
     [message] = parse_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
     assert [(call.name, call.arguments) for call in message.tool_calls] == [("look", {})]
 
@@ -149,6 +155,12 @@ def test_a_call_without_arguments_has_none(arguments):
 
     _, policy = run(["42"], program)
     assert '"name": "look", "arguments": {}' in policy.prompts[0]
+
+
+@pytest.mark.parametrize("call", [{"function": None}, {"function": "look"}, "look", {}])
+def test_a_call_without_a_function_is_refused(call):
+    with pytest.raises(ConfigError, match="message 0 has a tool call"):
+        parse_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
 
 
 @pytest.mark.parametrize("arguments", ["[1]", "7", "{", [1], 7])

@@ -21,10 +21,14 @@ from mcore_rl.agents.runner import AgentRunner, TrajectoryTimeout
 from mcore_rl.agents.single_turn import Prompt
 from mcore_rl.agents.trajectory import hash_state
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import AgentConfig
+from mcore_rl.config.schema import AgentConfig, FilterConfig, RewardConfig
+from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import RoutedExperts, Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.rewards.manager import RewardManager
 from mcore_rl.rewards.registry import RewardError
+from mcore_rl.trainers.step_samples import describe_samples
+from mcore_rl.trainers.training_batch import mask_truncated
 from tests.pages import ROOT
 from tests.unit.agents.families import tokenizer_of
 from tests.unit.repo.test_docs import write_recipes
@@ -203,6 +207,89 @@ def test_turns_tokens_and_time_are_limited():
     assert sum(sample.response_mask) == len(TOKENIZER.encode(call("1"))) + 1
 
 
+def count(text: str) -> int:
+    """Return how many tokens a turn has."""
+    return len(TOKENIZER.encode(text, add_special_tokens=False)) + 1
+
+
+def test_a_turn_has_the_rest_of_the_response_and_tokens_of_tools_are_none_of_it():
+    first, budget = count(call("1 + 1")), count(call("1 + 1")) + 9
+    [sample], _ = run([call("1 + 1"), "x" * 400], TOOLS, max_tokens=budget)
+    assert [span.end - span.start for span in sample.turn_spans] == [first, 9]
+    assert sum(sample.response_mask) == budget < len(sample.response_ids)
+    assert (sample.status, sample.finish_reason) == ("truncated", "length")
+    # Exactly enough for a second call, and nothing left for the answer.
+    budget = first + count(call("2 + 2"))
+    [sample], policy = run([call("1 + 1"), call("2 + 2"), "4"], TOOLS, max_tokens=budget)
+    assert (len(policy.prompts), sample.status, sample.reward) == (2, "truncated", 0.0)
+    [sample], _ = run([call("1 + 1"), "42"], TOOLS, max_tokens=first + count("42"))
+    assert (sample.status, sample.reward) == ("finished", 1.0)
+
+
+@pytest.mark.parametrize(("turn_tokens", "lengths"), [(4, [4, 4, 2]), (9, [9, 1]), (0, [10])])
+def test_a_limit_of_a_turn_gives_no_more_than_the_rest(turn_tokens, lengths):
+    config = AgentConfig(f"{THIS_FILE}:Heedless", max_turn_tokens=turn_tokens)
+    [sample], _ = run(["x" * 90] * 3, config, max_tokens=10)
+    assert [span.end - span.start for span in sample.turn_spans] == lengths
+
+
+def test_overlong_counts_the_tokens_of_turns_and_is_at_least_minus_1():
+    def punish(says: Sequence[str], max_tokens: int) -> float:
+        judge = RewardManager(RewardConfig("overlong", {"buffer_tokens": 10}), max_tokens)
+        [sample], _ = run(says, TOOLS, max_tokens=max_tokens, reward=judge)
+        assert len(sample.response_ids) > max_tokens
+        return sample.reward
+
+    says = [call("1 + 1"), call("2 + 2"), "42"]
+    used = sum(map(count, says))
+    assert punish(says, used + 10) == 0.0
+    assert punish(says, used + 3) == pytest.approx(-0.7)  # equation 13 of 2503.14476
+    assert punish(says, used) == -1.0
+    assert punish([*says[:2], "x" * 99], used) == -1.0
+
+
+class Heedless:
+    """A loop that knows of no limit."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+
+    async def run(self, task: Task) -> list[Sample]:
+        session, messages = self._agent.session(task), task.messages
+        for _ in range(3):
+            answer = await session.ask(messages)
+            messages = (ChatMessage("user", "Go on."),)
+        return await self._agent.score_samples(task, session, "finished", answer.parsed.content)
+
+
+@pytest.mark.parametrize(
+    ("says", "config", "room"),
+    [
+        ([call("1")] * 2, {"max_turns": 2}, None),
+        ([call("1"), "waits"], {"timeout_s": 1.0}, None),
+        ([call("1"), "42"], {}, 30),
+        (["40", "41", "42"], {"loop": f"{THIS_FILE}:Heedless"}, 15),
+        (["40", "waits"], {"loop": f"{THIS_FILE}:Heedless", "timeout_s": 1.0}, None),
+    ],
+    ids=["turns", "time", "context", "context of a user's loop", "time of a user's loop"],
+)
+def test_every_limit_of_a_trajectory_masks_it(says, config, room):
+    config, max_context = replace(TOOLS, **config), 4096
+    if room is not None:
+        [sample], _ = run(["42"] * 3, config)
+        max_context = len(sample.prompt_ids) + room
+    [sample], _ = run(says, config, max_context)
+    batch = Batch.collate([sample])
+    assert describe_samples(batch)["truncated"] == 1
+    masked = mask_truncated(batch, FilterConfig(mask_truncated=True)).jagged("response_mask")
+    assert sum(sample.response_mask) > 0 and not masked.values.any()
+
+
+def test_a_prompt_without_room_fails_a_loop_that_knows_of_no_limit():
+    with pytest.raises(RewardError, match=r"ContextFullError: .* of 5 tokens are used"):
+        run(["42"], AgentConfig(f"{THIS_FILE}:Heedless"), 5)
+
+
 class Guessing:
     """Tells whether a guess is too low; 1 for the number, 0.1 for each guess in words."""
 
@@ -233,7 +320,8 @@ def test_an_environment_answers_until_it_is_done_and_its_rewards_add_up():
     [sample], policy = run(["40", "42"], GUESSING)
     assert "Guess." in text_of(policy.prompts[0]) and "Too low." in text_of(policy.prompts[1])
     assert (sample.reward, sample.status) == (pytest.approx(1.1), "finished")
-    [sample], policy = run(["40", "x" * 90, "42"], GUESSING, max_tokens=9)  # with a turn cut off
+    config = replace(GUESSING, max_turn_tokens=9)
+    [sample], policy = run(["40", "x" * 90, "42"], config)  # with a turn cut off
     assert (sample.reward, sample.status) == (pytest.approx(1.2), "finished")
     assert sample.response_mask.count(1) == 2 * len(TOKENIZER.encode("42<|im_end|>")) + 9
     assert text_of(policy.prompts[2]).count("x<|im_end|>") == 1

@@ -56,10 +56,11 @@ def run(
     messages: Sequence[dict[str, str]] = (),
     *,
     stops: bool = True,
+    max_context: int = 4096,
 ) -> tuple[list[Sample], Scripted, Frozen]:
     speaks, other = Scripted(policy), Frozen(frozen)
     runner = AgentRunner(
-        speaks, TOKENIZER, word_count, config, 4096, stops_on_error=stops, models=["user"]
+        speaks, TOKENIZER, word_count, config, max_context, stops_on_error=stops, models=["user"]
     )
     sampling = SamplingParams(temperature=0.0, max_tokens=50)
     runner.models["user"] = FrozenModel(other, CODEC, sampling, 4096)
@@ -225,6 +226,15 @@ def test_both_roles_of_self_play_are_trained_with_rewards_of_their_own():
     assert [(s.role, s.reward) for s in samples] == [("hider", 1.0), ("guesser", 0.0)]
     [sample], *_ = run(PLAY, ["11"])
     assert (sample.role, sample.reward) == ("hider", 0.0)
+
+
+def test_a_guesser_without_room_for_its_next_guess_is_cut_off():
+    [_, guesser], policy, _ = run(PLAY, ["7", "5", "7"])
+    room = len(policy.prompts[2])  # none for an answer
+    [hider, guesser], *_ = run(PLAY, ["7", "5"], max_context=room)
+    assert (hider.status, guesser.status, guesser.finish_reason) == (
+        "finished", "truncated", "length",
+    )  # fmt: skip
 
 
 def test_a_trajectory_that_breaks_off_has_its_roles():

@@ -120,6 +120,18 @@ def test_a_context_may_be_summed_up_again_and_summaries_count_as_turns():
     assert [s.finish_reason for s in samples] == ["length"] * 2
 
 
+def test_each_context_has_a_response_and_overlong_counts_the_turns_of_all():
+    says, lengths = [call("6 * 7"), "It is 42.", "42"], list[int]()
+
+    async def reward(samples: list[Sample], texts: list[str], *rest: object) -> None:
+        lengths.extend(len(ids) for ids in samples[0].turn_token_ids)
+
+    budget = sum(len(encode_turn(text)) for text in says[:2])
+    _, policy = run(says, tools_of(0.01), max_tokens=budget, reward=reward)
+    assert len(policy.prompts) == 3
+    assert lengths == [len(encode_turn(text)) for text in says]
+
+
 def test_without_the_setting_no_context_is_summed_up():
     says = [call("6 * 7"), "42"]
     [sample], _ = run(says, AgentConfig("tools", tools=["calculator"]))

@@ -22,6 +22,7 @@ from mcore_rl.config.schema import AgentConfig
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.registry import RewardError
+from tests.notebook import run_in_cell
 from tests.unit.agents.served import Policy
 from tests.unit.agents.test_loops import MESSAGES, TOKENIZER, text_of
 from tests.unit.agents.test_program import assert_gone
@@ -201,6 +202,7 @@ def test_what_the_process_has_started_ends_with_it(scripted):
 def test_an_environment_is_tried_out_before_a_run(scripted):
     config = AgentConfig(loop="verifiers", settings=scripted("good"))
     try_out(config, {"task": "{}"})
+    run_in_cell(lambda: try_out(config, {"task": "{}"}))
     with pytest.raises(ConfigError, match=r"needs the column 'task', .*; the row has answer"):
         try_out(config, {"answer": "4"})
     config.settings = scripted("refused")

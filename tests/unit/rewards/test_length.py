@@ -22,7 +22,7 @@ def punishment(num_tokens: int, longest: int, cache: int) -> float:
 @pytest.mark.parametrize(("longest", "cache"), [(20, 5), (16, 16), (7, 1), (20480, 4096)])
 def test_overlong_is_equation_13_of_dapo(longest, cache):
     reward = get_reward("overlong", {"buffer_tokens": cache})
-    for num_tokens in range(0, longest + 1, max(1, longest // 100)):
+    for num_tokens in range(0, 2 * longest + 1, max(1, longest // 100)):
         result = reward("", {}, "stop", num_tokens=num_tokens, max_tokens=longest)
         assert result == {"reward": pytest.approx(punishment(num_tokens, longest, cache))}
 

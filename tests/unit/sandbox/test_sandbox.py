@@ -15,6 +15,7 @@ from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.sandbox import sandbox, tiers
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 from mcore_rl.sandbox.tiers import Tier
+from tests.notebook import run_in_cell
 from tests.pages import FENCE, ROOT
 from tests.unit.sandbox.places import CONTAINER, PLACES, require
 from tests.unit.sandbox.test_containment import DAEMON, find_processes, marked
@@ -54,7 +55,8 @@ def test_results(program, status, code, stdout, stderr):
 
 @needs_a_tier
 def test_a_large_input_that_nobody_reads():
-    assert Sandbox().run("print('done')", stdin="x" * (4 << 20)).stdout == "done\n"
+    result = run_in_cell(lambda: Sandbox().run("print('done')", stdin="x" * (4 << 20)))
+    assert result.stdout == "done\n"
     assert Sandbox().run("print(len(input()))", stdin="x" * (4 << 20)).stdout == f"{4 << 20}\n"
 
 

@@ -16,10 +16,12 @@ from mcore_rl.config.schema import (
     CorrectionConfig,
     DistillationConfig,
     FilterConfig,
+    RewardConfig,
     TrainerConfig,
 )
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
+from mcore_rl.trainers import evaluation
 from mcore_rl.trainers.policy_checks import (
     PolicyMismatchError,
     check_gaps,
@@ -267,6 +269,24 @@ def test_mask_truncated_masks_all_samples_of_a_trajectory_whose_last_turn_is_cut
     for key, mask in zip(rows, masked.jagged("response_mask"), strict=True):
         num_tokens[tuple(map(int, key))] += int(mask.sum())
     assert num_tokens == num_trained
+
+
+@pytest.mark.parametrize("status", ["finished", "truncated", "aborted", "failed"])
+def test_a_trajectory_that_a_limit_has_ended_is_masked_and_counted_as_truncated(status):
+    # Its turns are complete: only the status says so. One of two segments, and another trajectory.
+    ended = [
+        Sample([7], [1, 2], [1, 1], [0.0] * 2, [0, 0], "stop", 0, segment=i, status=status)
+        for i in range(2)
+    ]
+    other = Sample([7], [3], [1], [0.0], [0], "stop", 0, trajectory=1)
+    made = Batch.collate([other, *ended])
+    is_truncated = status in ("truncated", "aborted")
+    masked = mask_truncated(made, FilterConfig(mask_truncated=True)).jagged("response_mask")
+    expected = [0, 0] if is_truncated else [1, 1]
+    assert [row.tolist() for row in masked] == [[1], expected, expected]
+    share = 0.5 if is_truncated else 0.0
+    assert describe_samples(made)["truncated"] == share
+    assert evaluation.compute_scores(made, RewardConfig())["truncated"] == share
 
 
 def test_an_aggregation_outside_of_the_package_weighs_tokens_by_its_settings(tmp_path):
