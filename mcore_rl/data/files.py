@@ -50,6 +50,8 @@ class Row:
     source: str  # setting and file, as in "data.train_file='train.parquet'"
     index: int
     values: dict[str, Any]
+    # Objects have the keys of all rows, with null for those that a row does not have.
+    is_table: bool = False
 
     def build_error(self, reason: str) -> ConfigError:
         """Build an error that names source and row."""
@@ -61,20 +63,34 @@ class Row:
         No tokenizer takes one.
         """
         for name, value in self.values.items():
-            values = [value]
-            while values:
-                if halves := [v for v in values if isinstance(v, str) and _SURROGATE.search(v)]:
-                    raise self.build_error(
-                        f"of column {name!r} has half a surrogate pair in {halves[0][:80]!r}; "
-                        "allowed: whole characters"
-                    )
-                inner = (
-                    [*v, *v.values()] if isinstance(v, dict) else v
-                    for v in values
-                    if isinstance(v, dict | list)
-                )
-                values = [v for container in inner for v in container]
+            self._check_text(name, value)
         return self
+
+    def parse_json(self, column: str, text: str) -> Any:
+        """Return the value of JSON text in a column.
+
+        Raises:
+            ConfigError: a text in it has half a surrogate pair.
+            ValueError: it is no JSON.
+        """
+        value = json.loads(text)
+        self._check_text(column, value)
+        return value
+
+    def _check_text(self, column: str, value: Any) -> None:
+        values = [value]
+        while values:
+            if halves := [v for v in values if isinstance(v, str) and _SURROGATE.search(v)]:
+                raise self.build_error(
+                    f"of column {column!r} has half a surrogate pair in {halves[0][:80]!r}; "
+                    "allowed: whole characters"
+                )
+            inner = (
+                [*v, *v.values()] if isinstance(v, dict) else v
+                for v in values
+                if isinstance(v, dict | list)
+            )
+            values = [v for container in inner for v in container]
 
 
 class RowSource(ABC):
@@ -159,7 +175,7 @@ class _TableRows(RowSource):
                 ]
             reason = f"has text that is no UTF-8: {error}; allowed: whole characters"
             raise Row(self.source, first, {}).build_error(reason) from error
-        return [Row(self.source, first + index, row) for index, row in enumerate(values)]
+        return [Row(self.source, first + i, row, is_table=True) for i, row in enumerate(values)]
 
 
 class _ParquetRows(_TableRows):
@@ -269,6 +285,7 @@ class _FunctionRows(RowSource):
             raise ConfigError(
                 f"{source} returned {str(rows)[:80]!r}; allowed: rows, each a dict of columns"
             )
+        self._is_table = hasattr(rows, "features")  # a Dataset of Hugging Face's `datasets`
         is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
         self._items: Sequence[Any] = rows if is_indexed else self._call(lambda: list(rows))
 
@@ -290,7 +307,7 @@ class _FunctionRows(RowSource):
             raise ConfigError(
                 f"{self.source}: row {row} is {str(values)[:80]!r}; it must be a dict of columns"
             )
-        return Row(self.source, row, dict(values)).check_text()
+        return Row(self.source, row, dict(values), self._is_table).check_text()
 
 
 class Digest:

@@ -143,6 +143,8 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
     """Read the field `answer`, as described in `code`; ValueError if it is invalid."""
     try:
         tests = json.loads(answer) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            json.dumps(tests, ensure_ascii=False).encode()  # no half of a surrogate pair
     except ValueError:
         tests = None
     columns = (["asserts"], ["inputs", "outputs"])
