@@ -161,7 +161,7 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
     raise ValueError(
         f"the field 'answer' (data.answer_column) is {shorten_repr(answer)}; code needs an "
         'object {"inputs": [...], "outputs": [...]} or {"asserts": [...]} with lists of texts, '
-        "equally long, not empty"
+        "equally long, not empty, of whole characters"
     )
 
 

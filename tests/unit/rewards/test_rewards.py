@@ -70,7 +70,7 @@ UNEARNABLE = [
     ("substring", {}, " ", "' '; allowed with reward.name='substring': a text"),
     ("substring", {}, ["Paris", "Lyon"], "allowed with reward.name='substring': text or a number"),
     ("code", {}, {"asserts": []}, "code needs an object"),
-    ("code", {}, '{"asserts": ["\\ud800"]}', "code needs an object.* whole characters"),
+    ("code", {}, '{"asserts": ["\\ud800"]}', "not empty, of whole characters"),
 ]
 
 
