@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import read_regular
 
 _MAX_BYTES = 100_000_000  # what the safetensors library allows a header
 
@@ -18,8 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or has other contents.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        data = read_regular(path, _MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     return parse_json_object(data, str(path))

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _KINDS = {
-    stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -62,7 +61,7 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
     with open_regular(path) as file:
         num_bytes = os.fstat(file.fileno()).st_size
         if num_bytes > max_bytes:
-            reason = f"it has {num_bytes} bytes, allowed: up to {max_bytes}"
+            reason = f"it has more than {max_bytes} bytes"
             raise OSError(errno.EFBIG, reason, str(path))
         return file.read(num_bytes)
 
@@ -80,6 +79,8 @@ def find_below(root: str | Path, path: str | Path) -> Path:
 
 
 def _check_regular(status: os.stat_result, path: str | Path) -> None:
+    if stat.S_ISDIR(status.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(status.st_mode):
         kind = _KINDS.get(stat.S_IFMT(status.st_mode), "a special file")
         raise OSError(errno.EINVAL, f"{kind}, no regular file", str(path))
