@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
+_TEXTS = (".json", ".jinja", ".model", ".txt")  # that libraries read whole
 _KINDS = {
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
@@ -64,6 +65,28 @@ def read_regular(path: str | Path, max_bytes: int) -> bytes:
             reason = f"it has more than {max_bytes} bytes"
             raise OSError(errno.EFBIG, reason, str(path))
         return file.read(num_bytes)
+
+
+def check_entries(folder: str | Path, max_text_bytes: int = 1 << 30) -> None:
+    """Check what libraries may read of a model's folder: JSON, vocabularies, templates, weights.
+
+    Raises:
+        OSError: An entry is neither a regular file nor a folder, or a text too large for memory.
+    """
+    for entry in [*os.scandir(folder), *_scan(Path(folder, "additional_chat_templates"))]:
+        try:
+            status = entry.stat()
+        except FileNotFoundError:  # a link to nothing, which none reads
+            continue
+        if not entry.is_dir():
+            _check_regular(status, entry.path)
+        if entry.name.endswith(_TEXTS) and status.st_size > max_text_bytes:
+            reason = f"it has more than {max_text_bytes} bytes"
+            raise OSError(errno.EFBIG, reason, entry.path)
+
+
+def _scan(folder: Path) -> Iterable[os.DirEntry[str]]:
+    return os.scandir(folder) if folder.is_dir() else ()
 
 
 def find_below(root: str | Path, path: str | Path) -> Path:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -30,7 +31,9 @@ import pyarrow.parquet as pq
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.import_path import load_user_function
+from mcore_rl.config.json_file import MAX_BYTES as MAX_LINE_BYTES
 from mcore_rl.config.json_file import parse_json_object, read_json_object
+from mcore_rl.config.regular_file import check_regular, find_below, open_regular_fd
 
 ALLOWED = (
     "a parquet file, a file.jsonl, a folder of save_to_disk of `datasets`, or an import path, "
@@ -183,6 +186,7 @@ class _ParquetRows(_TableRows):
 
     def __init__(self, source: str, path: Path) -> None:
         try:
+            check_regular(path)
             self._file = pq.ParquetFile(path)
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(
@@ -219,8 +223,9 @@ class _ArrowRows(_TableRows):
         self._batches: list[pa.RecordBatch] = []  # memory-mapped
         for path in _list_arrow_files(source, folder):
             try:
+                check_regular(path)
                 self._batches += pa.ipc.open_stream(pa.memory_map(str(path)))
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowInvalid, OSError, ValueError) as error:  # ValueError: a null byte
                 raise ConfigError(f"{source}: {path.name} cannot be read: {error}") from error
         super().__init__(source, [batch.num_rows for batch in self._batches])
 
@@ -238,8 +243,12 @@ def _list_arrow_files(source: str, folder: Path) -> list[Path]:
         raise ConfigError(f"{source} is a folder without state.json; allowed: {ALLOWED}")
     try:
         files = read_json_object(folder / "state.json")["_data_files"]
-        return [folder / file["filename"] for file in files]
-    except (KeyError, TypeError) as error:
+        return [find_below(folder, file["filename"]) for file in files]
+    except OSError as error:
+        raise ConfigError(
+            f"{source}: its state.json names {error.filename!r}: {error.strerror}"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{source}: its state.json does not name _data_files") from error
 
 
@@ -249,11 +258,15 @@ class _JsonRows(RowSource):
     def __init__(self, source: str, path: Path) -> None:
         super().__init__(source)
         try:
-            self._file = path.open("rb")
+            self._file = os.fdopen(open_regular_fd(path), "rb")
         except OSError as error:
             raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
         self._offsets, begin = array("q"), 0
-        for line in self._file:
+        while line := self._file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(
+                    f"{source}: row {len(self._offsets)} has more than {MAX_LINE_BYTES} bytes"
+                )
             if line.strip():
                 self._offsets.append(begin)
             begin += len(line)

@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import check_regular
 from mcore_rl.data.sample_tables import EVALUATIONS, SAMPLES, TOKENIZER, list_tables
 from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.report.figures import pick_evenly
@@ -195,6 +196,7 @@ def _format_value(value: object) -> str:
 
 def _open(path: Path) -> pq.ParquetFile:
     try:
+        check_regular(path)
         return pq.ParquetFile(path)
     except (OSError, pa.ArrowException) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error

@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import check_regular
 from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
@@ -228,7 +229,11 @@ def _read_row_group(path: Path, group: int) -> pa.Table:
 
 @functools.lru_cache(maxsize=8)
 def _open_file(path: Path) -> pq.ParquetFile:
-    return _read_file(path, lambda: pq.ParquetFile(path, memory_map=True))
+    def read() -> pq.ParquetFile:
+        check_regular(path)
+        return pq.ParquetFile(path, memory_map=True)
+
+    return _read_file(path, read)
 
 
 def _count_written(file: pq.ParquetFile) -> int:

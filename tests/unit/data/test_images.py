@@ -5,8 +5,6 @@ from __future__ import annotations
 import base64
 import io
 import json
-import os
-import socket
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +23,7 @@ from mcore_rl.data.image_files import ImageError, inspect_image, read_data_url
 from mcore_rl.data.images import ImageStore, ImageTokens, RowImages, load_row_images
 from mcore_rl.data.tokenizer import load_tokenizer
 from tests import tiny_vision
+from tests.odd_files import make_odd_file
 
 PAD = tiny_vision.get_special_id("<|image_pad|>")
 
@@ -53,15 +52,13 @@ def tokens(model: Path) -> ImageTokens:
 
 def make_odd_files(folder: Path) -> None:
     """Make entries that are no files of images, and a link to one elsewhere."""
-    os.mkfifo(folder / "pipe")
+    make_odd_file(folder / "pipe", "pipe")
+    make_odd_file(folder / "socket", "socket")
+    make_odd_file(folder / "huge.png", "huge")
     (folder / "loop").symlink_to("loop")
     elsewhere = folder.with_name(folder.name + "_elsewhere.png")
     elsewhere.write_bytes(RED)
     (folder / "link.png").symlink_to(elsewhere)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(os.path.relpath(folder / "socket"))  # a path may have 107 bytes
-    with (folder / "huge.png").open("wb") as file:
-        file.truncate(1 << 30)  # without blocks
 
 
 def load(model: Path, path: Path, **settings: object):
