@@ -18,7 +18,7 @@ from mcore_rl.agents.chat_template.codec import (
     list_images,
     replace_message_surrogates,
 )
-from mcore_rl.data.images import ImageError
+from mcore_rl.data.image_files import ImageError
 from mcore_rl.data.sample import RoutedExperts
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 

@@ -19,6 +19,7 @@ from isal import isal_zlib
 from mcore_rl.config.atomic_file import create_file, get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.regular_file import open_regular_fd
 
 INFO_FILE = "mcore_rl.json"  # written last: without it a checkpoint is incomplete
 # Keys of INFO_FILE: the megatron-core version that wrote it, and the manifest of the other files.
@@ -71,7 +72,7 @@ def write_at(fd: int, offset: int, memory: memoryview | bytes) -> int:
 def compute_checksum(path: Path) -> Checksum:
     """Return size and CRC32 of a file. Raises OSError if it cannot be read."""
     memory, crc32, size = memoryview(bytearray(_READ_BYTES)), 0, 0
-    with path.open("rb", buffering=0) as file:
+    with open(open_regular_fd(path), "rb", buffering=0) as file:
         while count := file.readinto(memory):
             crc32 = isal_zlib.crc32(memory[:count], crc32)
             size += count

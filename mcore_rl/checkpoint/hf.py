@@ -27,6 +27,7 @@ from mcore_rl.checkpoint.stacks import ExpertPart, is_stack, list_experts, locat
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import parse_json_object, read_json_object
+from mcore_rl.config.regular_file import open_regular, open_regular_fd
 from mcore_rl.models.base import (
     HFConfig,
     drop_mtp_layers,
@@ -501,7 +502,10 @@ class SafetensorsFile:
         self.entries: dict[str, Entry] = {}
         self.crc32s: dict[str, int] = {}  # of files that mcore_rl wrote
         try:
-            with safe_open(self.path, framework="numpy") as file, self.path.open("rb") as plain:
+            with (
+                open_regular(self.path) as plain,
+                safe_open(self.path, framework="numpy") as file,
+            ):
                 self._identity = _identify(plain.fileno())
                 offset = LENGTH_BYTES + int.from_bytes(plain.read(LENGTH_BYTES), "little")
                 for name in file.offset_keys():  # safetensors refuses files with gaps
@@ -552,7 +556,7 @@ class SafetensorsFile:
         if not entry.nbytes:
             return
         try:
-            with self.path.open("rb", buffering=0) as file:
+            with open(open_regular_fd(self.path), "rb", buffering=0) as file:
                 if _identify(file.fileno()) != self._identity:
                     raise ConfigError(f"{self.path} has changed since its header was read")
                 if box is None or sizes == entry.shape:

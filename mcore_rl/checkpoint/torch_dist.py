@@ -34,6 +34,7 @@ from isal import isal_zlib
 
 from mcore_rl.checkpoint import files
 from mcore_rl.checkpoint.files import open_atomic, write_at
+from mcore_rl.checkpoint.pickle_limits import check_nesting, check_pickle
 from mcore_rl.checkpoint.torch_dist_metadata import (
     COMMON_KEY,
     LEGACY_COMMON_FILE,
@@ -43,6 +44,7 @@ from mcore_rl.checkpoint.torch_dist_metadata import (
     read_metadata,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import open_regular_fd
 from mcore_rl.reshard.rules import Box
 
 # Exceptions of zipfile and torch.load for damaged bytes.
@@ -123,7 +125,7 @@ class DistReader:
             ConfigError: As `load_object`; or the checkpoint has none, or it is no dict.
         """
         path = self.path / LEGACY_COMMON_FILE
-        if path.is_file():
+        if path.exists():
             location = DistItem(path.name, 0, path.stat().st_size)
             contents = self._load_object("the common state", location)
         elif self._common is not None:
@@ -172,7 +174,7 @@ class _FileSlice(io.RawIOBase):
     file = -1
 
     def __init__(self, path: Path, offset: int, nbytes: int) -> None:
-        self.file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.file = open_regular_fd(path)
         self._offset, self._nbytes, self._position = offset, nbytes, 0
 
     def close(self) -> None:
@@ -211,7 +213,7 @@ def _load_tensor_item(item: _FileSlice) -> torch.Tensor:
     for entry in archive.infolist():
         if entry is not data[0]:
             archive.read(entry)  # compares the checksum
-    tensor = _unpickle(item)
+    tensor = _unpickle(archive, item)
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"it is a {type(tensor).__name__}, not a tensor")
     storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
@@ -221,9 +223,12 @@ def _load_tensor_item(item: _FileSlice) -> torch.Tensor:
 
 
 def _load_object(item: _FileSlice) -> Any:
-    if (bad := _open_archive(item).testzip()) is not None:
+    archive = _open_archive(item)
+    if (bad := archive.testzip()) is not None:
         raise ValueError(f"the checksum of {bad} differs")
-    return _unpickle(item)
+    value = _unpickle(archive, item)
+    check_nesting(value)
+    return value
 
 
 def _open_archive(item: _FileSlice) -> zipfile.ZipFile:
@@ -234,7 +239,11 @@ def _open_archive(item: _FileSlice) -> zipfile.ZipFile:
     return archive
 
 
-def _unpickle(item: _FileSlice) -> Any:
+def _unpickle(archive: zipfile.ZipFile, item: _FileSlice) -> Any:
+    pickles = [e for e in archive.infolist() if e.filename.lower().endswith("data.pkl")]
+    if len(pickles) != 1 or min(entry.header_offset for entry in archive.infolist()):
+        raise ValueError("it is not a single archive of torch.save")
+    check_pickle(archive.read(pickles[0]))
     item.seek(0)
     file = cast(IO[bytes], item)  # it has the methods that torch uses
     return torch.load(file, map_location="cpu", weights_only=True)

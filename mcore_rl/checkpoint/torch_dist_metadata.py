@@ -1,8 +1,7 @@
 """Metadata of distributed checkpoints: the contents and locations in `.metadata`, read safely.
 
 torch pickles a torch.distributed.checkpoint.Metadata into it (filesystem.py, `finish`) and reads it
-with pickle.load, which can run code. Here the pickle may use only the classes of such metadata. (A
-malicious file can still end the process, by a key nested too deep for the stack.)
+with pickle.load, which can run code. Here the pickle may use only the classes of such metadata.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import itertools
 import json
 import math
 import pickle
-import pickletools
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -23,9 +21,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from mcore_rl.checkpoint.files import open_atomic, write_at
+from mcore_rl.checkpoint.pickle_limits import check_pickle
 from mcore_rl.checkpoint.storage_location import CONTENT_METADATA
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.regular_file import read_regular
 
 METADATA_FILE = ".metadata"
 BACKEND_FILE = "metadata.json"
@@ -34,6 +34,7 @@ COMMON_FILE = "common.distcp"  # of that object, in what is written here
 LEGACY_COMMON_FILE = "common.pt"  # in its place before Megatron-core 0.19
 # Written by Megatron's dist_checkpointing/core.py.
 BACKEND = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+_MAX_METADATA_BYTES = 2 << 30
 _MAX_DIMS = 8  # a parameter's dims, and those that stack layers and experts, are at most four
 _T = TypeVar("_T")
 
@@ -68,8 +69,8 @@ def read_metadata(folder: Path) -> tuple[dict[str, DistTensor], dict[str, DistIt
     path = folder / METADATA_FILE
     _check_backend(folder)
     try:
-        data = path.read_bytes()
-        _check_opcodes(data)
+        data = read_regular(path, _MAX_METADATA_BYTES)
+        check_pickle(data, _OPCODES.split())
         tensors, objects = _parse_contents(_Unpickler(data, path).load())
         _check_files(
             folder, itertools.chain(objects.values(), *(t.chunks for t in tensors.values()))
@@ -130,8 +131,7 @@ class ChunkStorageMetadata:
     sizes: Any = None
 
 
-@dataclass(frozen=True)
-class MetadataIndex:
+class MetadataIndex:  # torch's is hashed by what it has, which a pickle may change later
     fqn: Any = None
     offset: Any = None
 
@@ -214,16 +214,6 @@ class _Unpickler(pickle.Unpickler):
         return self._subclasses[module, name]
 
 
-def _check_opcodes(data: bytes) -> None:
-    """Raise ValueError unless the data are exactly one pickle with allowed opcodes."""
-    allowed, position = set(_OPCODES.split()), None
-    for opcode, _, position in pickletools.genops(data):
-        if opcode.name not in allowed:
-            raise ValueError(f"opcode {opcode.name} at byte {position}")
-    if position != len(data) - 1:
-        raise ValueError("it has data after its end")
-
-
 _Offsets = tuple[int, ...]
 _Locations = dict[tuple[str, _Offsets | None], tuple[str, int, int]]
 
@@ -240,7 +230,8 @@ def _parse_contents(unpickled: Any) -> tuple[dict[str, DistTensor], dict[str, Di
         key = _check_type(str, _check_type(MetadataIndex, index, "the key of an item").fqn, "a key")
         file = _check_type(_StorageInfo, info, f"the place of {key}").relative_path
         if not isinstance(file, str) or not re.fullmatch(r"(?!\.\.?$)[^/\0]+", file):
-            raise ValueError(f"the file of {key} is {file!r:.80}, not a name in the folder")
+            shown = f"{file!r:.80}" if isinstance(file, str) else f"a {type(file).__name__}"
+            raise ValueError(f"the file of {key} is {shown}, not a name in the folder")
         if info.transform_descriptors:
             raise ValueError(f"{key} was written through an extension, which is not supported")
         offsets = None if index.offset is None else _check_sizes(index.offset, key)
@@ -276,7 +267,7 @@ def _parse_tensor(key: str, entry: Any, locations: _Locations) -> DistTensor:
         if math.prod(sizes) * dtype.itemsize > item.nbytes:
             raise ValueError(f"a chunk of {key} has more elements than its item has bytes for")
         chunks.append(item)
-    if len(shape) > _MAX_DIMS or not covers_once(shape, chunks):
+    if not covers_once(shape, chunks):
         raise ValueError(f"the chunks of {key} do not cover its shape {shape} exactly once")
     return DistTensor(shape, dtype, tuple(chunks))
 
@@ -334,8 +325,10 @@ def _check_type(kind: type[_T], value: Any, what: str) -> _T:
 
 
 def _check_sizes(values: Any, key: str) -> tuple[int, ...]:
-    if not isinstance(values, tuple) or not all(
-        type(value) is int and 0 <= value < 1 << 63 for value in values
+    if (
+        not isinstance(values, tuple)
+        or len(values) > _MAX_DIMS
+        or not all(type(value) is int and 0 <= value < 1 << 63 for value in values)
     ):
         raise ValueError(f"a size or an offset of {key} is not a number of elements or bytes")
     return tuple(values)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import io
 import re
 import sys
 import time
@@ -28,6 +29,7 @@ from mcore_rl.config.describe import (
     list_setting_groups,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import read_regular
 from mcore_rl.config.schema import TimeoutsConfig
 
 T = TypeVar("T")
@@ -50,6 +52,7 @@ _LISTS = {
     "list[int]": "1,8",
 }  # entries of a list that is empty by default
 _KEY = re.compile(r"[A-Za-z_][\w.]{0,99}")  # what stands before the colon of a setting
+_MAX_RECIPE_BYTES = 1 << 20
 _FEW = 12  # names that are listed in one message
 
 # The time of day in a setting: ${now:%H%M}. One config sees one time.
@@ -342,7 +345,8 @@ def _find_first_key(key: str, value: object) -> str:
 
 def _read_yaml(path: Path) -> dict[Any, Any]:
     try:
-        changes = OmegaConf.to_container(OmegaConf.load(path))
+        file = io.BytesIO(read_regular(path, _MAX_RECIPE_BYTES))
+        changes = OmegaConf.to_container(OmegaConf.load(file))
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         place = f" in line {mark.line + 1}, column {mark.column + 1}" if mark else ""

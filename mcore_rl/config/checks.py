@@ -14,6 +14,7 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
+from mcore_rl.config.regular_file import check_entries
 
 MAX_INT = 2**53  # what JSON and float64 hold, and int64 holds a multiple of
 _MAX_NAME_BYTES, _MAX_PATH_BYTES = 255, 4095  # of Linux: NAME_MAX, PATH_MAX without its NUL
@@ -142,9 +143,15 @@ def check_exists(key: str, path: str | Path) -> None:
 
 
 def check_model_exists(key: str, path: str | Path) -> None:
-    """Check that a model's folder exists; if not, say how models are fetched, where that helps."""
+    """Check that a model's folder exists and has regular files; say how models are fetched."""
     try:
         check_exists(key, path)
+        if Path(path).is_dir():
+            check_entries(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{key}={str(path)!r}: {error.filename} cannot be read: {error.strerror}"
+        ) from error
     except ConfigError as error:
         name, hint = str(path), ""
         if "models--" in name or os.environ.get("MCORE_RL_CACHE", "\0") in name:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import read_regular
 
-_MAX_BYTES = 100_000_000  # what the safetensors library allows a header
+MAX_BYTES = 100_000_000  # what the safetensors library allows a header
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
@@ -18,8 +19,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, or has other contents.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(_MAX_BYTES + 1)
+        data = read_regular(path, MAX_BYTES)
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     return parse_json_object(data, str(path))
@@ -44,8 +44,8 @@ def parse_json_object(data: bytes, where: str) -> dict[str, Any]:
     Raises:
         ConfigError: it is no JSON object; the message begins with `where`.
     """
-    if len(data) > _MAX_BYTES:
-        raise ConfigError(f"{where} has more than {_MAX_BYTES} bytes")
+    if len(data) > MAX_BYTES:
+        raise ConfigError(f"{where} has more than {MAX_BYTES} bytes")
     try:
         value = json.loads(data.decode())
     except ValueError as error:

@@ -240,6 +240,7 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
             tools_column=data.tools_column,
             images_column=data.images_column,
             max_image_pixels=data.max_image_pixels,
+            images_dir=data.images_dir,
             max_prompt_tokens=data.max_prompt_tokens,
             long_prompts=data.long_prompts,
         ),

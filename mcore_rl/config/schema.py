@@ -343,6 +343,7 @@ class DataConfig:
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     images_column: str = ""  # images of a row, for models that take them; empty: none
     max_image_pixels: int = 1 << 24  # larger images are refused
+    images_dir: str = ""  # folder of images that rows name by path; empty: that of the data file
     max_prompt_tokens: int = 1024  # with the chat template applied, and all tokens of images
     long_prompts: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
@@ -654,6 +655,7 @@ class ConversationsConfig:
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     images_column: str = ""  # images of a row, for models that take them; empty: none
     max_image_pixels: int = 1 << 24  # larger images are refused
+    images_dir: str = ""  # folder of images that rows name by path; empty: that of the data file
     train_on_prompt: bool = False  # train on all tokens
     max_tokens: int = 4096  # most tokens of a conversation
     long_rows: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
@@ -778,6 +780,7 @@ class SetsConfig:
     tools_column: str = ""  # tool schemas for the chat template; empty: none
     images_column: str = ""  # images of a row, for models that take them; empty: none
     max_image_pixels: int = 1 << 24  # larger images are refused
+    images_dir: str = ""  # folder of images that rows name by path; empty: that of the data file
     max_prompt_tokens: int = 1024  # with the chat template applied, and all tokens of images
     long_prompts: str = "refuse"  # longer ones: refuse (the file) or drop (the rows)
 

@@ -16,7 +16,8 @@ from mcore_rl.config.schema import DataConfig
 from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
 from mcore_rl.data.files import Digest, Row, RowSource, open_rows
-from mcore_rl.data.images import ImageError, RowImages, StoredImage
+from mcore_rl.data.image_files import ImageError, StoredImage
+from mcore_rl.data.images import RowImages
 from mcore_rl.data.rows import ConcatFiles, Message, RowColumn, read_chat, read_tool_schemas
 
 if TYPE_CHECKING:

@@ -15,7 +15,8 @@ from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, find_missing_part
 from mcore_rl.data.files import Digest, open_rows
-from mcore_rl.data.images import ImageError, RowImages, StoredImage
+from mcore_rl.data.image_files import ImageError, StoredImage
+from mcore_rl.data.images import RowImages
 from mcore_rl.data.rows import (
     REASONING,
     ConcatFiles,

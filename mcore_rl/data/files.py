@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from array import array
@@ -30,7 +31,9 @@ import pyarrow.parquet as pq
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.import_path import load_user_function
+from mcore_rl.config.json_file import MAX_BYTES as MAX_LINE_BYTES
 from mcore_rl.config.json_file import parse_json_object, read_json_object
+from mcore_rl.config.regular_file import check_regular, find_below, open_regular_fd
 
 ALLOWED = (
     "a parquet file, a file.jsonl, a folder of save_to_disk of `datasets`, or an import path, "
@@ -50,6 +53,8 @@ class Row:
     source: str  # setting and file, as in "data.train_file='train.parquet'"
     index: int
     values: dict[str, Any]
+    # Objects have the keys of all rows, with null for those that a row does not have.
+    is_table: bool = False
 
     def build_error(self, reason: str) -> ConfigError:
         """Build an error that names source and row."""
@@ -61,20 +66,34 @@ class Row:
         No tokenizer takes one.
         """
         for name, value in self.values.items():
-            values = [value]
-            while values:
-                if halves := [v for v in values if isinstance(v, str) and _SURROGATE.search(v)]:
-                    raise self.build_error(
-                        f"of column {name!r} has half a surrogate pair in {halves[0][:80]!r}; "
-                        "allowed: whole characters"
-                    )
-                inner = (
-                    [*v, *v.values()] if isinstance(v, dict) else v
-                    for v in values
-                    if isinstance(v, dict | list)
-                )
-                values = [v for container in inner for v in container]
+            self._check_text(name, value)
         return self
+
+    def parse_json(self, column: str, text: str) -> Any:
+        """Return the value of JSON text in a column.
+
+        Raises:
+            ConfigError: a text in it has half a surrogate pair.
+            ValueError: it is no JSON.
+        """
+        value = json.loads(text)
+        self._check_text(column, value)
+        return value
+
+    def _check_text(self, column: str, value: Any) -> None:
+        values = [value]
+        while values:
+            if halves := [v for v in values if isinstance(v, str) and _SURROGATE.search(v)]:
+                raise self.build_error(
+                    f"of column {column!r} has half a surrogate pair in {halves[0][:80]!r}; "
+                    "allowed: whole characters"
+                )
+            inner = (
+                [*v, *v.values()] if isinstance(v, dict) else v
+                for v in values
+                if isinstance(v, dict | list)
+            )
+            values = [v for container in inner for v in container]
 
 
 class RowSource(ABC):
@@ -168,7 +187,7 @@ class _TableRows(RowSource):
                 for row in values:
                     if (value := row[field.name]) is not None:
                         row[field.name] = float(str(kind(value)))
-        return [Row(self.source, first + index, row) for index, row in enumerate(values)]
+        return [Row(self.source, first + i, row, is_table=True) for i, row in enumerate(values)]
 
 
 class _ParquetRows(_TableRows):
@@ -176,6 +195,7 @@ class _ParquetRows(_TableRows):
 
     def __init__(self, source: str, path: Path) -> None:
         try:
+            check_regular(path)
             self._file = pq.ParquetFile(path)
         except (pa.ArrowInvalid, OSError) as error:
             raise ConfigError(
@@ -212,8 +232,9 @@ class _ArrowRows(_TableRows):
         self._batches: list[pa.RecordBatch] = []  # memory-mapped
         for path in _list_arrow_files(source, folder):
             try:
+                check_regular(path)
                 self._batches += pa.ipc.open_stream(pa.memory_map(str(path)))
-            except (pa.ArrowInvalid, OSError) as error:
+            except (pa.ArrowInvalid, OSError, ValueError) as error:  # ValueError: a null byte
                 raise ConfigError(f"{source}: {path.name} cannot be read: {error}") from error
         super().__init__(source, [batch.num_rows for batch in self._batches])
 
@@ -231,8 +252,12 @@ def _list_arrow_files(source: str, folder: Path) -> list[Path]:
         raise ConfigError(f"{source} is a folder without state.json; allowed: {ALLOWED}")
     try:
         files = read_json_object(folder / "state.json")["_data_files"]
-        return [folder / file["filename"] for file in files]
-    except (KeyError, TypeError) as error:
+        return [find_below(folder, file["filename"]) for file in files]
+    except OSError as error:
+        raise ConfigError(
+            f"{source}: its state.json names {error.filename!r}: {error.strerror}"
+        ) from error
+    except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{source}: its state.json does not name _data_files") from error
 
 
@@ -242,11 +267,15 @@ class _JsonRows(RowSource):
     def __init__(self, source: str, path: Path) -> None:
         super().__init__(source)
         try:
-            self._file = path.open("rb")
+            self._file = os.fdopen(open_regular_fd(path), "rb")
         except OSError as error:
             raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
         self._offsets, begin = array("q"), 0
-        for line in self._file:
+        while line := self._file.readline(MAX_LINE_BYTES + 1):
+            if len(line) > MAX_LINE_BYTES:
+                raise ConfigError(
+                    f"{source}: row {len(self._offsets)} has more than {MAX_LINE_BYTES} bytes"
+                )
             if line.strip():
                 self._offsets.append(begin)
             begin += len(line)
@@ -278,6 +307,7 @@ class _FunctionRows(RowSource):
             raise ConfigError(
                 f"{source} returned {str(rows)[:80]!r}; allowed: rows, each a dict of columns"
             )
+        self._is_table = hasattr(rows, "features")  # a Dataset of Hugging Face's `datasets`
         is_indexed = hasattr(rows, "__len__") and hasattr(rows, "__getitem__")
         self._items: Sequence[Any] = rows if is_indexed else self._call(lambda: list(rows))
 
@@ -299,7 +329,7 @@ class _FunctionRows(RowSource):
             raise ConfigError(
                 f"{self.source}: row {row} is {str(values)[:80]!r}; it must be a dict of columns"
             )
-        return Row(self.source, row, dict(values)).check_text()
+        return Row(self.source, row, dict(values), self._is_table).check_text()
 
 
 class Digest:

@@ -7,26 +7,30 @@ pixels.
 
 from __future__ import annotations
 
-import base64
-import hashlib
-import io
-import re
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.regular_file import find_below, read_regular
 from mcore_rl.config.schema import ConversationsConfig, DataConfig
 from mcore_rl.data.batch import IMAGES
+from mcore_rl.data.image_files import (
+    ImageError,
+    StoredImage,
+    compute_max_bytes,
+    decode_image,
+    inspect_image,
+    read_data_url,
+)
 from mcore_rl.data.rows import IMAGE_MARK, Message, RowColumn
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
     from mcore_rl.data.files import Row
 
@@ -34,78 +38,11 @@ if TYPE_CHECKING:
 PLACEHOLDERS = dict.fromkeys(
     ("qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), "<|vision_start|><|image_pad|><|vision_end|>"
 )
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 IMAGE = "<image>"  # in texts of rows in verl's form, and of new messages: the place of an image
-_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
-_ALLOWED = "an image file as bytes, {bytes, path}, a path, or a data: URL"
-
-
-class ImageError(ValueError):
-    """An image that cannot be used, with what is allowed."""
-
-
-@dataclass(frozen=True, slots=True)
-class StoredImage:
-    """An image by the digest of its file."""
-
-    digest: str
-    content: bytes = field(repr=False)
-    size: tuple[int, int]  # width, height
-
-
-def inspect_image(content: bytes, max_pixels: int) -> StoredImage:
-    """Read the format and size of an image file.
-
-    Raises:
-        ImageError: it is none, or has more pixels than allowed.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            size = image.size
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-        raise ImageError(
-            f"is not an image file ({len(content)} bytes); allowed: {', '.join(FORMATS)}"
-        ) from error
-    except Image.DecompressionBombError as error:
-        raise ImageError(f"{error}; allowed: up to {max_pixels} pixels") from error
-    if size[0] * size[1] > max_pixels:
-        raise ImageError(
-            f"is an image of {size[0]} x {size[1]} pixels; allowed: up to {max_pixels} "
-            "(data.max_image_pixels)"
-        )
-    return StoredImage(hashlib.blake2b(content, digest_size=16).hexdigest(), content, size)
-
-
-def decode_image(content: bytes) -> Image:
-    """Decode an image file to RGB.
-
-    Raises:
-        ImageError: it is damaged.
-    """
-    from PIL import Image
-
-    try:
-        with Image.open(io.BytesIO(content), formats=FORMATS) as image:
-            return image.convert("RGB")
-    except (OSError, ValueError, SyntaxError) as error:
-        raise ImageError(f"is a damaged image file: {error}; allowed: a complete file") from error
-
-
-def read_data_url(url: str) -> bytes:
-    """Return the file in a data: URL.
-
-    Raises:
-        ImageError: it is none of an image in base64.
-    """
-    head = _DATA_URL.match(url)
-    if head is None:
-        raise ImageError(f"is {url[:40]!r}; allowed: a data:image/...;base64 URL")
-    try:
-        return base64.b64decode(url[head.end() :], validate=True)
-    except ValueError as error:
-        raise ImageError(f"has damaged base64 in {url[:40]!r} ({error})") from error
+_ALLOWED = (
+    "an image file as bytes, {bytes, path}, a path below the data's folder or data.images_dir, "
+    "or a data: URL"
+)
 
 
 class ImageStore:
@@ -260,7 +197,12 @@ class RowImages:
     store: ImageStore
     max_pixels: int
     max_images: int | None = None  # of a row
-    folder: Path = Path()  # of relative paths
+    folder: Path = Path()  # of relative paths; no other path is read
+    images_dir: str = ""  # data.images_dir
+
+    def open_beside(self, source: str) -> RowImages:
+        """Return the reader of the images of a source of rows."""
+        return replace(self, folder=Path(self.images_dir or Path(source).parent))
 
     def place(self, row: Row, messages: Sequence[Message]) -> list[StoredImage]:
         """Write a placeholder into the text of messages for each image; return the images.
@@ -334,12 +276,12 @@ class RowImages:
         if entry.startswith("data:"):
             return read_data_url(entry)
         try:
-            return Path(self.folder, entry).read_bytes()
+            path = find_below(self.folder, entry)
+            return read_regular(path, compute_max_bytes(self.max_pixels))
         except (OSError, ValueError) as error:  # ValueError: a null byte
             raise ImageError(
-                f"is the path {entry!r}, which cannot be read "
-                f"({getattr(error, 'strerror', error)}); allowed: "
-                f"{_ALLOWED}"
+                f"is the path {entry[:200]!r}, which cannot be read "
+                f"({getattr(error, 'strerror', error)}); allowed: {_ALLOWED}"
             ) from error
 
 
@@ -385,6 +327,7 @@ def load_row_images(
         ImageStore(get_images_folder(data, output_dir)),
         data.max_image_pixels,
         max_images,
+        images_dir=data.images_dir,
     )
 
 

@@ -202,8 +202,9 @@ def read_preference_rows(
 def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list[Message]:
     """Read messages with a role and a text as content; content may be null beside `tool_calls`.
 
-    Other null keys are dropped: in a table each message has the keys of all. Arguments of calls
-    that are JSON text are parsed to objects. Parts of a content are joined to a text.
+    Other null keys of messages and calls are dropped. Arguments keep theirs, except in a table,
+    whose objects have the keys of all rows. Arguments that are JSON text are parsed to objects.
+    Parts of a content are joined to a text.
 
     Args:
         with_images: Allow parts of images. They become IMAGE_MARK, and entries of the message's
@@ -212,7 +213,8 @@ def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list
     value = column.get(row)
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
         raise column.build_error(row, value, _CHAT)
-    messages = [{"content": m.get("content")} | drop_nulls(m) for m in value]
+    drop = drop_nulls if row.is_table else _drop_null_keys
+    messages = [{"content": m.get("content")} | drop(m) for m in value]
     for message in messages:
         if isinstance(message["content"], list):
             try:
@@ -227,7 +229,10 @@ def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list
             raise column.build_error(row, value, f"a chat with text as {' or '.join(REASONING)}")
         if "tool_calls" in message:
             try:
-                message["tool_calls"] = [_parse_call(call) for call in message["tool_calls"]]
+                calls = message["tool_calls"]
+                message["tool_calls"] = [_parse_call(call, row, column) for call in calls]
+            except ConfigError:
+                raise
             except (TypeError, KeyError, ValueError, AttributeError, RecursionError) as error:
                 raise column.build_error(row, value, _CALLS) from error
     return messages
@@ -253,12 +258,13 @@ def get_function(call: dict[str, Any]) -> dict[str, Any]:
     return function
 
 
-def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
+def _parse_call(call: dict[str, Any], row: Row, column: RowColumn) -> dict[str, Any]:
     """Return a call with its arguments as an object; raise if it is no call."""
-    function = get_function(call)
+    call = _drop_null_keys(call)
+    function = _drop_null_keys(get_function(call))
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        arguments = json.loads(arguments)
+        arguments = row.parse_json(column.name, arguments)
     if not isinstance(function["name"], str) or not isinstance(arguments, dict):
         raise TypeError
     json.dumps(arguments, allow_nan=False)
@@ -269,14 +275,19 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
 def read_tool_schemas(row: Row, column: RowColumn | None) -> list[dict[str, Any]]:
     """Read the tools of a row; none without a column, or if it is null or empty.
 
-    The list, or a schema, may be JSON text: a table column has one type for all rows.
+    The list, or a schema, may be JSON text: a table column has one type for all rows. A schema
+    keeps its null keys, such as a default, unless it is an object of a table.
     """
     value = column.get(row) if column else None
     if column is None or not value:
         return []
+    schemas = drop_nulls(value) if row.is_table else value
     try:
-        schemas = json.loads(value) if isinstance(value, str) else value
-        tools = [json.loads(t) if isinstance(t, str) else drop_nulls(t) for t in schemas]
+        if isinstance(value, str):
+            schemas = row.parse_json(column.name, value)
+        tools = [row.parse_json(column.name, t) if isinstance(t, str) else t for t in schemas]
+    except ConfigError:
+        raise
     except (ValueError, TypeError, RecursionError):
         schemas, tools = None, []
     if not isinstance(schemas, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -289,6 +300,10 @@ def drop_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: drop_nulls(entry) for key, entry in value.items() if entry is not None}
     return [drop_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _drop_null_keys(value: dict[str, Any]) -> dict[str, Any]:
+    return {key: entry for key, entry in value.items() if entry is not None}
 
 
 def _read_margin(row: Row, column: RowColumn | None) -> float | None:

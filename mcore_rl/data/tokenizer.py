@@ -95,7 +95,7 @@ def read_stop_ids(path: str | Path, setting: str = "model.path") -> tuple[int, .
     """Read the tokens at which a server ends a response, besides the tokenizer's eos_token.
 
     As vLLM does (config/model.py:1812), from eos_token_id of generation_config.json or, without
-    that file, of config.json.
+    that file, of config.json or its text_config.
 
     Raises:
         ConfigError: it is neither a token id, a list of them, nor null.
@@ -105,7 +105,10 @@ def read_stop_ids(path: str | Path, setting: str = "model.path") -> tuple[int, .
             break
     else:
         return ()
-    value = read_json_object(file).get("eos_token_id")
+    config = read_json_object(file)
+    value, inner = config.get("eos_token_id"), config.get("text_config")
+    if value is None and file.name == "config.json" and isinstance(inner, dict):
+        value = inner.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(type(token) is int and token >= 0 for token in ids):
         raise ConfigError(

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from mcore_rl.config.checks import check_between, check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.regular_file import open_regular
 from mcore_rl.config.resolve import MAX_SEED
 from mcore_rl.data.files import Row, RowSource, open_file, open_rows
 from mcore_rl.data.publishers import PUBLISHERS, Publisher, RowSkipped, Values
@@ -101,7 +102,11 @@ def _open_input(path: Path, folder: Path) -> RowSource:
         check_exists("--input", path)
         unpacked = folder / f"{len(list(folder.iterdir()))}.jsonl"
         try:
-            with gzip.open(path) as archive, unpacked.open("wb") as file:
+            with (
+                open_regular(path) as packed,
+                gzip.open(packed) as archive,
+                unpacked.open("wb") as file,
+            ):
                 shutil.copyfileobj(archive, file)
         except (OSError, EOFError, zlib.error) as error:
             raise ConfigError(f"--input={str(path)!r} cannot be unpacked: {error}") from error

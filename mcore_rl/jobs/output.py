@@ -61,7 +61,7 @@ CHECKPOINT = "checkpoint"  # folder of the final weights
 _SET = "data.sets.NAME=FILE"
 _EVALUATED_ALIKE = (
     "data.prompt_column", "data.answer_column", "data.tools_column", "data.images_column",
-    "data.max_image_pixels", "data.max_prompt_tokens", "rollout.max_images",
+    "data.max_image_pixels", "data.images_dir", "data.max_prompt_tokens", "rollout.max_images",
     "rollout.max_response_tokens", "rollout.tp", "rollout.dp", "rollout.ep",
     "rollout.nodes_per_server", "rollout.quantization", "rollout.kv_cache_bytes", "reward.name",
 )  # fmt: skip

@@ -315,7 +315,7 @@ def load_prompt_files(
             setting=setting,
             check_chat=check_chat,
             check_answer=check_answer,
-            images=images and replace(images, folder=Path(name).parent),
+            images=images and images.open_beside(name),
         )
         if prompts.num_dropped:
             print(
@@ -495,7 +495,7 @@ def _load_examples(
     warm = config.warm_start
     if not warm.num_steps:
         return None
-    images = images and replace(images, folder=Path(warm.train_file).parent)
+    images = images and images.open_beside(warm.train_file)
     if not warm.response_column:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         return load_chats(warm.train_file, config.data, longest, tokenizer, images=images)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
@@ -202,7 +201,7 @@ def _load(
     for setting, name in files.items():
         examples: AnyExamples
         if isinstance(data, ConversationsConfig):
-            reader = images and replace(images, folder=Path(name).parent)
+            reader = images and images.open_beside(name)
             examples = load_conversations(name, data, tokenizer, setting, reader)
         else:
             examples = load_pairs(name, data, tokenizer, setting)

@@ -227,6 +227,8 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
     """Read the field `answer`, as described in `code`; ValueError if it is invalid."""
     try:
         tests = json.loads(answer) if isinstance(answer, str) else answer
+        if isinstance(answer, str):
+            json.dumps(tests, ensure_ascii=False).encode()  # no half of a surrogate pair
     except ValueError:
         tests = None
     columns = (["asserts"], ["inputs", "outputs"])
@@ -243,7 +245,7 @@ def read_tests(answer: object) -> Mapping[str, Sequence[str]]:
     raise ValueError(
         f"the field 'answer' (data.answer_column) is {shorten_repr(answer)}; code needs an "
         'object {"inputs": [...], "outputs": [...]} or {"asserts": [...]} with lists of texts, '
-        "equally long, not empty"
+        "equally long, not empty, of whole characters"
     )
 
 

@@ -16,7 +16,8 @@ from test_fsdp_engine import LAYOUTS, TEMPERATURE, build_spec, join_rows
 
 from mcore_rl.config.schema import FSDPConfig, Layout
 from mcore_rl.data.batch import Batch, Jagged
-from mcore_rl.data.images import ImageStore, ImageTokens, inspect_image
+from mcore_rl.data.image_files import inspect_image
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.engine.base import create_engine
 from mcore_rl.parallel.mesh import Mesh
 from tests import tiny_vision

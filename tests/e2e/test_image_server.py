@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.data.images import ImageStore, ImageTokens, inspect_image
+from mcore_rl.data.image_files import inspect_image
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.examples.hf_server import HFServer
 from mcore_rl.inference.protocol import (

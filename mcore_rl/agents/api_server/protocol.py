@@ -25,7 +25,7 @@ from mcore_rl.agents.chat_template.codec import (
     parse_messages,
 )
 from mcore_rl.agents.session import Turn
-from mcore_rl.data.images import ImageError, read_data_url
+from mcore_rl.data.image_files import ImageError, read_data_url
 from mcore_rl.inference.protocol import Completion
 
 MODEL = "policy"

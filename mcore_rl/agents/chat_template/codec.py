@@ -16,7 +16,8 @@ from itertools import takewhile
 from typing import Any, Literal, Protocol, get_args
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.data.images import IMAGE, ImageError, ImageStore, ImageTokens, inspect_image
+from mcore_rl.data.image_files import ImageError, inspect_image
+from mcore_rl.data.images import IMAGE, ImageStore, ImageTokens
 
 JsonValue = None | bool | int | float | str | list["JsonValue"] | dict[str, "JsonValue"]
 Role = Literal["system", "user", "assistant", "tool"]

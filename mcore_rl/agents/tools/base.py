@@ -17,9 +17,11 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import (
+    TYPE_CHECKING,
     Any,
     Literal,
     Protocol,
+    TypeGuard,
     Union,
     cast,
     get_args,
@@ -32,7 +34,11 @@ from jsonschema import Draft202012Validator
 
 from mcore_rl.agents.chat_template.codec import replace_surrogates
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.data.image_files import convert_to_rgb
 from mcore_rl.data.images import IMAGE
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")  # of OpenAI's functions
 CLOSE_S = 10.0  # for a tool or an environment to clean up after a trajectory
@@ -255,16 +261,16 @@ class ToolSet:
         return f"{text[:half]}\n[{left_out} characters left out]\n{text[len(text) - half :]}"
 
 
-def _is_image(value: object) -> bool:
+def _is_image(value: object) -> TypeGuard[Image]:
     """Return whether a value is an image of PIL, which is not imported for that."""
     pillow = sys.modules.get("PIL.Image")
     return pillow is not None and isinstance(value, pillow.Image)
 
 
-def _encode_png(image: object) -> bytes:
-    """Return the PNG file of an image of PIL."""
+def _encode_png(image: Image) -> bytes:
+    """Return the PNG file of an image of PIL, which may be of a mode that PNG has not."""
     file = io.BytesIO()
-    image.save(file, "PNG")  # type: ignore[attr-defined]
+    convert_to_rgb(image).save(file, "PNG")
     return file.getvalue()
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from mcore_rl.agents.tools.base import ToolError, tool
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import open_regular_fd
 from mcore_rl.sandbox.sandbox import Sandbox
 
 Number = Fraction | float
@@ -230,7 +231,7 @@ def _read_texts(path: Path) -> list[tuple[str, str]]:
     """Return titles and texts."""
     rows = []
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(open_regular_fd(path), encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 row = json.loads(line)
                 if not isinstance(row, dict) or not isinstance(row.get("text"), str):

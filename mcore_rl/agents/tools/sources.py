@@ -18,6 +18,7 @@ from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.mcp_tools import McpServer, McpTools
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_function
+from mcore_rl.config.regular_file import read_regular
 from mcore_rl.config.schema import AgentConfig, SandboxSettings
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
 
@@ -136,10 +137,7 @@ def load_tool_file(path: str | Path) -> list[Tool]:
             parameters of the schema.
     """
     try:
-        content = Path(path).read_bytes()
-        if len(content) > _MAX_BYTES:
-            raise ConfigError(f"{path}: {len(content)} bytes; allowed: {_MAX_BYTES}")
-        entries = yaml.safe_load(content)
+        entries = yaml.safe_load(read_regular(path, _MAX_BYTES))
     except (OSError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(entries, list) or not entries:

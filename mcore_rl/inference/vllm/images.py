@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from mcore_rl.config.errors import StateError
-from mcore_rl.data.images import ImageStore, ImageTokens, decode_image
+from mcore_rl.data.image_files import decode_image
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.models.base import get_frozen_prefixes, read_config
 
 if TYPE_CHECKING:

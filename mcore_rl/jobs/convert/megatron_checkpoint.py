@@ -21,6 +21,7 @@ from mcore_rl.checkpoint.storage_location import StorageLocation
 from mcore_rl.checkpoint.torch_dist import DistReader
 from mcore_rl.checkpoint.torch_dist_metadata import BACKEND_FILE, DistTensor
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import read_regular
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.plan import UNSHARDED, Buffer, Parameter, PlannedAdapter, count_shards
 from mcore_rl.models.base import HFConfig, drop_mtp_layers, read_config
@@ -99,9 +100,13 @@ def find_checkpoint(path: Path) -> Path:
     latest = path / _LATEST
     if (path / BACKEND_FILE).is_file() or not latest.is_file():
         return path
-    text = latest.read_text().strip()
+    try:
+        text = read_regular(latest, 255).decode(errors="replace").strip()
+    except OSError as error:
+        raise ConfigError(f"{latest} cannot be read: {error.strerror}") from error
     name = f"iter_{int(text):07d}" if text.isdecimal() else text
-    if not (path / name / BACKEND_FILE).is_file():
+    is_inside = "/" not in name and name != ".."
+    if not is_inside or not (path / name / BACKEND_FILE).is_file():
         raise ConfigError(f"{latest} says {text!r}, and {path / name} is no distributed checkpoint")
     return path / name
 

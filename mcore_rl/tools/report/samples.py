@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.config.regular_file import check_regular
 from mcore_rl.data.sample_tables import EVALUATIONS, SAMPLES, TOKENIZER, list_tables
 from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.report.figures import pick_evenly
@@ -194,6 +195,7 @@ def _format_value(value: object) -> str:
 
 def _open(path: Path) -> pq.ParquetFile:
     with name_damaged_table(path):
+        check_regular(path)
         return pq.ParquetFile(path)
 
 

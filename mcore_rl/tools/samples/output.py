@@ -23,6 +23,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
+from mcore_rl.config.regular_file import read_regular
 from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.samples.page import Page, PageMessage, Span, format_number
 from mcore_rl.tools.samples.tables import Summary
@@ -37,6 +38,7 @@ ROLE_STYLES = {
 _CONTEXT, _CHOSEN, _MARKED = "dim", "", "bold white on red"
 _PARTS = {"": "", "reasoning": "italic", "call": "yellow"}
 _WORDS = ("role", "status")  # columns of a list that are no numbers
+_MAX_IMAGE_BYTES = 256 << 20
 _MOST_LISTED = 5  # marked tokens of a turn in words
 _PAGER = {"LESS": "FRX"}  # quit where one screen is enough, pass colours, leave the text behind
 
@@ -243,7 +245,7 @@ def _format_span(span: Span) -> str:
 def _format_image(path: Path, text: str) -> str:
     """Return an image with its file inside the page; its text alone if there is no such file."""
     try:
-        content = base64.b64encode(path.read_bytes()).decode()
-    except OSError:
+        content = base64.b64encode(read_regular(path, _MAX_IMAGE_BYTES)).decode()
+    except (OSError, ValueError):  # ValueError: a null byte
         return f"{text[:-1]}, not in {escape(str(path.parent))}]"
     return f'<img alt="{text}" title="{text}" src="data:image/png;base64,{content}">'

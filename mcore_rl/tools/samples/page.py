@@ -13,6 +13,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.regular_file import check_regular
 from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import SAMPLES, TOKENIZER
 from mcore_rl.observability.console import escape_control
@@ -135,6 +136,7 @@ class TokenTexts:
     def __init__(self, path: Path) -> None:
         """Read a tokenizer.json; raise ConfigError if that fails."""
         try:
+            check_regular(path)
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # tokenizers raises nothing narrower
             raise ConfigError(f"{path} cannot be read as a tokenizer: {error}") from error
@@ -254,7 +256,7 @@ def list_messages(
 ) -> Iterator[PageMessage]:
     """Yield prompt and response as messages."""
     pieces = list(texts.split(segment.ids.tolist()))
-    images = iter([run / IMAGES / digest for digest in segment.images])
+    images = iter([run / IMAGES / Path(digest).name for digest in segment.images])
     if segment.images:
         pieces = _join_image_tokens(pieces)
     for role, turn, message_pieces in _split_messages(pieces, segment):

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 
 from mcore_rl.config.checks import check_exists
 from mcore_rl.config.errors import ConfigError, describe_error
+from mcore_rl.config.regular_file import check_regular
 from mcore_rl.data.batch import IMAGES
 from mcore_rl.data.sample_tables import METADATA, TOKEN_COLUMNS, TRAJECTORY, list_tables
 
@@ -239,6 +240,7 @@ def _read_row_group(path: Path, group: int) -> pa.Table:
 @functools.lru_cache(maxsize=8)
 def _open_file(path: Path) -> pq.ParquetFile:
     with name_damaged_table(path):
+        check_regular(path)
         return pq.ParquetFile(path, memory_map=True)
 
 

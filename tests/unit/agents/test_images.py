@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,16 +15,18 @@ from openai import AsyncOpenAI, BadRequestError
 from PIL import Image
 
 from mcore_rl.agents.chat_template.codec import ChatMessage, ImageCodec, ParsedTurn
+from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.runner import AgentRunner
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.agents.tools.base import tool
 from mcore_rl.config.schema import AgentConfig
-from mcore_rl.data.images import ImageStore, ImageTokens, inspect_image
+from mcore_rl.data.image_files import decode_image, inspect_image
+from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.data.sample import Sample
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from tests import tiny_vision
-from tests.unit.data.test_images import BLUE, PAD, RED, draw, model
+from tests.unit.data.test_images import BLUE, PAD, RED, TURNED, draw, model
 
 __all__ = ["model"]
 THIS_FILE = __file__
@@ -262,6 +265,35 @@ def test_the_answer_of_a_tool_may_have_pictures(model, tmp_path):
     result = asyncio.run(answer())
     assert result.text == "A door:\n<image>"
     assert [inspect_image(i, 10**6).size for i in result.images] == [(96, 64)]
+
+
+@tool
+def photograph() -> object:
+    """Opens photographs as they are on a disk."""
+    strokes = Image.new("RGBA", (64, 64), (0, 0, 0, 0))
+    return [*(Image.open(io.BytesIO(turned)) for turned in (TURNED, TURNED)), strokes]
+
+
+def test_pictures_of_a_tool_are_upright_and_on_white():
+    from mcore_rl.agents.tools.base import ToolSet
+
+    async def answer() -> Any:
+        async with ToolSet([photograph]) as tools:
+            return await tools.call("photograph", {})
+
+    images = asyncio.run(answer()).images
+    assert [inspect_image(i, 10**6).size for i in images] == [(32, 96)] * 2 + [(64, 64)]
+    assert decode_image(images[2]).getpixel((9, 9)) == (255, 255, 255)
+
+
+def test_turned_picture_has_the_tokens_of_what_is_seen(model, tmp_path):
+    tokens, store = ImageTokens.load(model), ImageStore.open(tmp_path)
+    codec = ImageCodec(select_codec(TOKENIZER), tokens, store, 3, 10**6)
+    [message] = codec.add_images([ChatMessage("user", "?", images=(TURNED,))])
+    ids = codec.render([message])
+    _, grid = tokens.compute_pixels(TURNED)
+    assert ids.count(PAD) == tokens.count((32, 96)) == tokens.count_in_grid(grid)
+    assert grid[1] > grid[2]  # rows and columns
 
 
 def test_too_many_pictures_cut_a_trajectory_off(model, tmp_path):

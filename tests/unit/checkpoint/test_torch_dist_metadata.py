@@ -150,7 +150,7 @@ def place_of_nothing(stored):
         (lambda m: m.state_dict_metadata.update(v=4), "the entry of v is a int, not a TensorS"),
         (lambda m: first_chunk(m, (1, 0), (4, 6)), "does not say where w is stored"),
         (lambda m: first_chunk(m, (0, 0), (4, 5)), "do not cover"),
-        (same_place, "more elements than its item has bytes for"),
+        (same_place, "an item of w has two places"),
         (place_of_nothing, "an item of v is part of no tensor"),
     ],
 )

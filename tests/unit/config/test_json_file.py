@@ -39,7 +39,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path):
 
 
 def test_a_file_without_end_is_not_read_to_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(json_file, "_MAX_BYTES", 10)
+    monkeypatch.setattr(json_file, "MAX_BYTES", 10)
     (tmp_path / "a.json").write_text('{"a": 1234}')
     with pytest.raises(ConfigError, match="has more than 10 bytes"):
         read_json_object(tmp_path / "a.json")

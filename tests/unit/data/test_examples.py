@@ -111,6 +111,15 @@ def test_a_message_of_calls_is_trained_on_as_it_is_written(tokenizer):
     assert trained(tokenizer, messages) == "<call>add</call><|im_end|>"
 
 
+def test_null_argument_of_a_row_is_trained_on(tokenizer, write):
+    tokenizer.chat_template = CALLS.replace("call['name']", "call | tojson")
+    call = {"name": "find", "arguments": {"x": None, "y": [{"z": None}]}}
+    messages = [*chat("Add 2."), {"role": "assistant", "content": None, "tool_calls": [call]}]
+    examples = load_conversations(write([{"messages": messages}]), ConversationsConfig(), tokenizer)
+    [tokens] = examples[0].conversations
+    assert f"<call>{json.dumps(call)}</call>" in tokenizer.decode(tokens.ids)
+
+
 @pytest.fixture
 def write(tmp_path, tokenizer):
     """write(rows) is the name of a JSONL file of them."""

@@ -19,17 +19,11 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ConversationsConfig, DataConfig
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_chats, load_conversations
-from mcore_rl.data.images import (
-    ImageError,
-    ImageStore,
-    ImageTokens,
-    RowImages,
-    inspect_image,
-    load_row_images,
-    read_data_url,
-)
+from mcore_rl.data.image_files import ImageError, inspect_image, read_data_url
+from mcore_rl.data.images import ImageStore, ImageTokens, RowImages, load_row_images
 from mcore_rl.data.tokenizer import load_tokenizer
 from tests import tiny_vision
+from tests.odd_files import make_odd_file
 
 PAD = tiny_vision.get_special_id("<|image_pad|>")
 
@@ -54,6 +48,17 @@ def tokens(model: Path) -> ImageTokens:
     tokens = ImageTokens.load(model)
     assert tokens is not None
     return tokens
+
+
+def make_odd_files(folder: Path) -> None:
+    """Make entries that are no files of images, and a link to one elsewhere."""
+    make_odd_file(folder / "pipe", "pipe")
+    make_odd_file(folder / "socket", "socket")
+    make_odd_file(folder / "huge.png", "huge")
+    (folder / "loop").symlink_to("loop")
+    elsewhere = folder.with_name(folder.name + "_elsewhere.png")
+    elsewhere.write_bytes(RED)
+    (folder / "link.png").symlink_to(elsewhere)
 
 
 def load(model: Path, path: Path, **settings: object):
@@ -84,6 +89,14 @@ def user(content: object) -> list[dict[str, object]]:
     return [{"role": "user", "content": content}]
 
 
+def draw_turned(width: int, height: int, orientation: int = 6) -> bytes:
+    file, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    Image.new("RGB", (width, height), "red").save(file, "JPEG", exif=exif)
+    return file.getvalue()
+
+
+TURNED = draw_turned(96, 32)  # seen as 32 x 96
 RED, BLUE = draw(64, 64), draw(96, 64, "blue")  # 4 and 6 tokens
 
 
@@ -147,6 +160,35 @@ def test_parquet_rows_of_bytes_and_of_paths_beside_the_file(model, tmp_path):
     assert [images.store.read(p.images[0]) for p in taken] == [RED, BLUE]
 
 
+def test_paths_below_images_dir_are_read_and_no_others(model, tmp_path):
+    (tmp_path / "pictures" / "deep").mkdir(parents=True)
+    place = tmp_path / "pictures" / "deep" / "red.png"
+    place.write_bytes(RED)
+    (tmp_path / "pictures" / "link.png").symlink_to(place)
+    names = ["deep/red.png", str(place), "link.png"]
+    rows = [{"prompt": user("<image>"), "images": [name]} for name in names]
+    path = write(tmp_path / "rows.jsonl", *rows, {"prompt": user("?"), "images": ["rows.jsonl"]})
+    data = DataConfig(
+        prompt_column="prompt", images_column="images", images_dir=str(tmp_path / "pictures")
+    )
+    images = load_row_images(data, str(model), str(tmp_path / "out"))
+    assert images is not None
+    tokenizer = load_tokenizer(model)
+    with pytest.raises(ConfigError, match=r"row 3 has an entry .*rows\.jsonl.*No such file"):
+        load_prompts(path, data, tokenizer, images=images.open_beside(str(path)))
+    write(path, *rows)
+    prompts = load_prompts(path, data, tokenizer, images=images.open_beside(str(path)))
+    assert len({prompt.images for prompt in prompts.take([0, 1, 2])}) == 1
+
+
+def test_turned_image_of_a_row_has_the_tokens_of_what_is_seen(model, tokens, tmp_path):
+    row = {"prompt": user("<image>"), "images": [to_url(TURNED)]}
+    [prompt] = load(model, write(tmp_path / "rows.jsonl", row))[0].take([0])
+    values, grid = tokens.compute_pixels(TURNED)
+    assert prompt.prompt_ids.count(PAD) == tokens.count_in_grid(grid) == tokens.count((32, 96))
+    assert len(values) == grid.prod()
+
+
 def test_a_row_without_images_is_text_among_rows_with_them(model, tmp_path):
     rows = {"prompt": user("a")}, {"prompt": user("<image>"), "images": [to_url(RED)]}
     prompts, _ = load(model, write(tmp_path / "rows.jsonl", *rows))
@@ -158,6 +200,15 @@ def test_a_row_without_images_is_text_among_rows_with_them(model, tmp_path):
     [
         ({"images": [to_url(b"GIF89a")]}, r"row 0 has an entry of column 'images'.* not an image"),
         ({"images": ["gone.png"]}, "row 0 .*'gone.png', which cannot be read .No such file"),
+        ({"images": ["../a.png"]}, r"'../a.png', which cannot be read .outside of the folder"),
+        ({"images": ["/dev/zero"]}, "'/dev/zero', which cannot be read .outside of the folder"),
+        ({"images": ["/proc/self/environ"]}, "which cannot be read .outside of the folder"),
+        ({"images": ["link.png"]}, "'link.png', which cannot be read .outside of the folder"),
+        ({"images": ["pipe"]}, "'pipe', which cannot be read .a pipe, no regular file"),
+        ({"images": [{"bytes": None, "path": "socket"}]}, "which cannot be read .a socket, no reg"),
+        ({"images": ["."]}, "'.', which cannot be read .Is a directory"),
+        ({"images": ["huge.png"]}, "which cannot be read .it has more than 8508608 bytes"),
+        ({"images": ["loop"]}, "which cannot be read .Too many levels of symbolic links"),
         ({"images": ["https://host/a.png"]}, "row 0 .*allowed: an image file as bytes"),
         ({"images": [to_url(draw(200, 200))]}, "200 x 200 pixels; allowed: up to 30000"),
         ({"images": ["a\0.png"]}, "row 0 has an entry of column 'images'.*cannot be read"),
@@ -172,6 +223,7 @@ def test_a_row_without_images_is_text_among_rows_with_them(model, tmp_path):
     ],
 )
 def test_a_wrong_row_is_one_error_that_names_it(row, error, model, tmp_path):
+    make_odd_files(tmp_path)
     path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), **row})
     with pytest.raises(ConfigError, match=error):
         load(model, path, max_image_pixels=30000)

@@ -81,6 +81,77 @@ def test_what_a_table_adds_to_messages_is_taken_away_again(tmp_path):
     assert [row.tools for row in result] == [row["tools"] for row in rows]
 
 
+NULLS = {"x": None, "y": {"z": None, "w": [None, {"v": None}]}}
+OPTIONAL = {"name": "find", "parameters": {"properties": {"x": {"default": None, "enum": [None]}}}}
+
+
+def write_nulls(folder: Path, form: str, arguments: object, tools: object) -> RowSource:
+    """Write a row with a call and tools, with null keys of messages and calls, as APIs have."""
+    call = {"id": None, "function": {"name": "find", "arguments": arguments, "strict": None}}
+    answer = message("assistant", None, tool_calls=[call], refusal=None, train=None)
+    row = {"messages": [message("user", "a", tool_calls=None), answer], "tools": tools}
+    if form == "jsonl":
+        return source(folder, row)
+    if form == "function":
+        (folder / "own.py").write_text(f"def rows():\n    return [{row!r}]\n")
+        return open_rows(f"{folder}/own.py:rows", "data.train_file")
+    pq.write_table(pa.Table.from_pylist([row]), folder / "rows.parquet")
+    return open_rows(folder / "rows.parquet", "data.train_file")
+
+
+@pytest.mark.parametrize(
+    ("form", "as_text"),
+    [("jsonl", False), ("jsonl", True), ("function", False), ("function", True), ("parquet", True)],
+)
+def test_nulls_of_arguments_and_schemas_stay_where_no_table_added_them(form, as_text, tmp_path):
+    write = json.dumps if as_text else lambda value: value
+    rows = write_nulls(tmp_path, form, write(NULLS), write([OPTIONAL]))
+    [row] = read_supervised_rows(rows, MESSAGES, TOOLS)
+    function = {"name": "find", "arguments": NULLS}
+    assert row.messages == [
+        message("user", "a"), message("assistant", None, tool_calls=[{"function": function}])
+    ]  # fmt: skip
+    assert row.is_trained == [False, True]
+    assert row.tools == [OPTIONAL]
+
+
+@pytest.mark.parametrize("texts", [[json.dumps(OPTIONAL)], json.dumps([OPTIONAL])], ids=["l", "t"])
+def test_schemas_of_a_table_as_json_text_keep_their_nulls(texts, tmp_path):
+    rows = write_nulls(tmp_path, "parquet", json.dumps(NULLS), texts)
+    assert read_tool_schemas(rows[0], TOOLS) == [OPTIONAL]
+
+
+def test_nulls_of_structs_of_a_dataset_of_datasets_go(tmp_path):
+    # Not installed here; such an object has `features`, and rows by index.
+    (tmp_path / "own.py").write_text(
+        "class Dataset(list):\n    features = {}\n\n"
+        "def rows():\n    call = {'name': 'f', 'arguments': {'x': 1, 'y': None}}\n"
+        "    return Dataset([{'messages': [{'role': 'assistant', 'tool_calls': [call]}]}])\n"
+    )
+    rows = open_rows(f"{tmp_path}/own.py:rows", "data.train_file")
+    assert read_chat(rows[0], MESSAGES)[0]["tool_calls"] == [{"name": "f", "arguments": {"x": 1}}]
+
+
+HALF = {"a": ["x", {"\ud800": 1}]}
+
+
+@pytest.mark.parametrize(
+    ("column", "change"),
+    [
+        ("messages", {"arguments": json.dumps({"a": "\ud800"})}),
+        ("messages", {"arguments": json.dumps(HALF)}),
+        ("tools", {"tools": json.dumps([ADD | HALF])}),
+        ("tools", {"tools": [json.dumps(ADD | {"description": "\udfff"})]}),
+    ],
+)
+@pytest.mark.parametrize("form", ["jsonl", "function", "parquet"])
+def test_half_a_surrogate_pair_in_json_text_is_an_error_of_its_row(form, column, change, tmp_path):
+    given = {"arguments": "{}", "tools": "[]"} | change
+    [row] = write_nulls(tmp_path, form, given["arguments"], given["tools"])
+    with pytest.raises(ConfigError, match=rf"row 0 of column '{column}' has half a surrogate pair"):
+        read_tool_schemas(row, TOOLS) or read_chat(row, MESSAGES)
+
+
 @pytest.mark.parametrize(
     "value", [[ADD], json.dumps([ADD]), [json.dumps(ADD)]], ids=["objects", "text", "texts"]
 )

@@ -20,6 +20,11 @@ from mcore_rl.data.tokenizer import read_stop_ids
         ({"generation_config.json": {}, "config.json": {"eos_token_id": 9}}, ()),
         ({"config.json": {"eos_token_id": [9]}}, (9,)),
         ({"config.json": {"eos_token_id": None}}, ()),
+        ({"config.json": {"text_config": {"eos_token_id": [7, 9]}}}, (7, 9)),
+        ({"config.json": {"eos_token_id": 7, "text_config": {"eos_token_id": 9}}}, (7,)),
+        ({"config.json": {"eos_token_id": None, "text_config": {"eos_token_id": 0}}}, (0,)),
+        ({"config.json": {"vision_config": {"eos_token_id": 9}, "text_config": None}}, ()),
+        ({"generation_config.json": {}, "config.json": {"text_config": {"eos_token_id": 9}}}, ()),
         ({}, ()),
     ],
 )
@@ -27,6 +32,17 @@ def test_stop_ids_are_those_that_vllm_reads(files, ids, tmp_path):
     for name, contents in files.items():
         (tmp_path / name).write_text(json.dumps(contents))
     assert read_stop_ids(tmp_path) == ids
+
+
+@pytest.mark.parametrize("outer", [{}, {"eos_token_id": 7}])
+def test_stop_ids_of_a_wrapper_are_those_of_transformers(outer, tmp_path):
+    from transformers import AutoConfig, GenerationConfig  # slow to import
+
+    config = {"model_type": "qwen3_vl", "text_config": {"eos_token_id": [5, 9]}, **outer}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    loaded = AutoConfig.from_pretrained(tmp_path, trust_remote_code=False)
+    expected = GenerationConfig.from_model_config(loaded).eos_token_id
+    assert read_stop_ids(tmp_path) == (*(expected if isinstance(expected, list) else [expected]),)
 
 
 @pytest.mark.parametrize("value", ["</s>", [7, "</s>"], -1, True, {"id": 7}, [[7]], 1.5])

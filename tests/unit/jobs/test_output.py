@@ -327,7 +327,9 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("setting", ["data.max_image_pixels=9", "rollout.max_images=3"])
+@pytest.mark.parametrize(
+    "setting", ["data.max_image_pixels=9", "data.images_dir=p", "rollout.max_images=3"]
+)
 def test_an_evaluation_has_the_limits_of_images_of_the_run(setting):
     config = compose_config(RLConfig, ["data.images_column=images", setting])
     evaluated, _ = commands(list_next_commands(Path("out"), config))

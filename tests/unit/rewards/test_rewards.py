@@ -98,6 +98,7 @@ UNEARNABLE = [
         {"inputs": [""], "outputs": ["x" * 1025]},
         "an expected output has 1025 bytes; allowed: up to 1024 (output_kb)",
     ),
+    ("code", {}, '{"asserts": ["\\ud800"]}', "not empty, of whole characters"),
 ]
 
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.images import ImageStore, inspect_image
+from mcore_rl.data.image_files import inspect_image
+from mcore_rl.data.images import ImageStore
 from mcore_rl.data.sample import Sample
 from mcore_rl.observability.console import escape_control
 from mcore_rl.tools.samples.output import format_html
