@@ -310,6 +310,8 @@ def build_family(hf_config: HFConfig) -> Family:
 def _map_config(config: HFConfig) -> dict[str, Any]:
     """Return sizes by Megatron's names, from the fields of transformers' config."""
     values = _build_config(config).get_text_config()
+    if layers := getattr(values, "per_layer_config", None):
+        values = layers[0]  # of a model whose layers differ in size
 
     def read(*names: str) -> Any:
         return next((v for v in (getattr(values, name, None) for name in names) if v), 0)

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import ranks
 import tiny_models
 import torch
 import transformers
 import transformers_families
-from test_fsdp_engine import build_spec, refuse, start
+from test_fsdp_engine import build_spec, start
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import FSDPConfig, Layout, LoRAConfig
+from mcore_rl.config.schema import FSDPConfig, Layout
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.base import create_engine
-from mcore_rl.engine.fsdp import start_check
 from mcore_rl.models.base import use_family
 from tests.nightly import all_but
 
