@@ -56,7 +56,8 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 12),
     **dict.fromkeys(("mamba_n_groups", "mamba_ngroups", "n_groups"), 2),
     **dict.fromkeys(("mamba_dt_rank", "time_step_rank"), 8),
-    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "attention_chunk_size"), WINDOW),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size"), WINDOW),
+    "attention_chunk_size": WINDOW,
     **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size"), WINDOW),
     **dict.fromkeys(("local_attention", "attention_window_size"), WINDOW),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"), 512),
@@ -73,6 +74,10 @@ _SIZES: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 _MLA = {"num_key_value_heads": 4, "head_dim": 8}
+_ZAMBA = {
+    "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 96,
+    "attention_head_dim": 24, "num_key_value_heads": 4,
+}  # fmt: skip
 _CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(
         (
@@ -89,7 +94,9 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"] * 2, "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": None, "laurel_rank": 8,
     },
-    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
+    "gpt_neo": {
+        "attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2,
+    },
     "laguna": {"num_attention_heads_per_layer": None},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
@@ -105,13 +112,8 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "attention_head_size": 12, "num_buckets": 4,
     },
     "stablelm": {"partial_rotary_factor": 0.5, "head_dim": None},
-    **dict.fromkeys(
-        ("zamba", "zamba2"),
-        {
-            "layers_block_type": ["mamba", "hybrid"] * 2, "attention_hidden_size": 96,
-            "attention_head_dim": 24, "num_key_value_heads": 4,
-        },
-    ),
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0},
         "ffn_config": {"ffn_hidden_size": 24, "moe_num_experts": 8, "moe_top_k": 2},
