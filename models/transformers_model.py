@@ -71,7 +71,8 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     except (ValueError, KeyError) as error:
         raise ConfigError(
             f"config.json: architectures={architectures}: transformers {transformers.__version__} "
-            f"has no such model, or not with these functions ({str(error).splitlines()[0]})"
+            f"has no such model, or not with these functions ({str(error).splitlines()[0]}); "
+            "allowed: another family"
         ) from error
 
 
@@ -195,7 +196,9 @@ def map_parameters(model: Any) -> dict[str, Rule]:
     parameters, rules = dict(model.named_parameters()), dict[str, Rule]()
     for name, value in state.items():
         if name not in sources:
-            raise ConfigError(f"no tensor of a checkpoint becomes the parameter {name}")
+            raise ConfigError(
+                f"no tensor of a checkpoint becomes the parameter {name}; allowed: another family"
+            )
         by_pattern = sources[name]
         if _is_transposed(model, name, by_pattern, converter_of):
             names = [name for names in by_pattern.values() for name in names]
@@ -253,7 +256,7 @@ def _list_parts(
     ):
         kinds = ", ".join(type(item).__name__ for item in converter.operations)
         raise ConfigError(
-            f"{name}: transformers makes it of tensors of the checkpoint by {kinds}; supported: "
+            f"{name}: transformers makes it of tensors of the checkpoint by {kinds}; allowed: "
             "one tensor, the experts of a layer stacked, or stacked experts transposed as those of "
             "qwen3_vl_moe"
         )

@@ -24,7 +24,7 @@ from tests.nightly import all_but
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 FAMILIES = transformers_families.list_families()
-# One of each kind: a window in the mask alone, recurrent layers, chunks, no registry.
+# One of each kind: a window in the mask alone, recurrent layers, no registry.
 SELECTED = [
     ("phimoe", "float32", True), ("qwen2_moe", "float32", True), ("cohere2", "bfloat16", True),
     ("mamba2", "bfloat16", True), ("falcon_h1", "float32", False), ("jamba", "bfloat16", True),
