@@ -103,7 +103,7 @@ def use_family(import_path: str, setting: str = "model.family") -> None:
 
     Args:
         import_path: Leads to a Family; "" for those of this package alone; "transformers" for
-            these and, for other architectures, one whose tensors transformers knows.
+            these and, for other architectures or fields, one whose tensors transformers knows.
         setting: Name of the setting, for errors.
 
     Raises:
@@ -197,10 +197,11 @@ def get_family(config: HFConfig) -> Family:
             "nothing makes its positions and pixel values; allowed: "
             f"{', '.join(PLACEHOLDERS)}"
         )
-    if family is not None:
-        return family
     architectures = config.get("architectures") or []
-    if get_user_family() == TRANSFORMERS and architectures:
+    takes_any = get_user_family() == TRANSFORMERS and architectures
+    if family is not None and not (takes_any and _refuses(family, config)):
+        return family
+    if takes_any:
         return _BUILDERS[TRANSFORMERS](config)
     if has_images(config):
         raise ConfigError(
@@ -211,6 +212,15 @@ def get_family(config: HFConfig) -> Family:
         f"config.json: architectures={architectures} is not supported; "
         f"allowed: {sorted(_list_families())}, or model.family with a family of your own"
     )
+
+
+def _refuses(family: Family, config: HFConfig) -> bool:
+    """Return whether a family here lacks what config.json asks for, which transformers may have."""
+    try:
+        family.config_map(config)
+    except ConfigError:
+        return True
+    return False
 
 
 def get_frozen_prefixes(config: HFConfig) -> tuple[str, ...]:
@@ -355,7 +365,7 @@ def _list_causal_names(config: HFConfig) -> list[str]:
 def estimate_cost(config: HFConfig) -> SequenceCost:
     """Return the cost of a sequence of a model."""
     fields = get_family(config).config_map(config)
-    hidden, heads = config["hidden_size"], fields["num_attention_heads"]
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     head_dim = fields.get("kv_channels") or hidden // heads
     ffn = fields["ffn_hidden_size"]
     if fields.get("num_moe_experts"):

@@ -54,12 +54,10 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
 
     architectures, config = hf_config.get("architectures"), _build_config(hf_config)
     options = {"attn_implementation": "eager", **options}
-    suffix = get_value_head_suffix(hf_config) or CAUSAL
     if has_images(hf_config):
-        suffix = "ForImageTextToText" if suffix == CAUSAL else suffix
         text = options["attn_implementation"]
         options["attn_implementation"] = {"text_config": text, "vision_config": "sdpa"}
-    auto_class = getattr(transformers, f"AutoModel{suffix}")
+    auto_class = _get_auto_class(hf_config)
     try:
         with torch.device("meta"):
             return auto_class.from_config(
@@ -68,8 +66,50 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     except (ValueError, KeyError) as error:
         raise ConfigError(
             f"config.json: architectures={architectures}: transformers {transformers.__version__} "
-            f"has no such model, or not with these functions ({str(error).splitlines()[0]})"
+            f"has no such model, or not with these functions ({str(error).splitlines()[0]}); "
+            "allowed: another family"
         ) from error
+
+
+def _get_auto_class(hf_config: HFConfig) -> Any:
+    """Return transformers' class for models of this kind."""
+    import transformers
+
+    suffix = get_value_head_suffix(hf_config) or CAUSAL
+    if has_images(hf_config) and suffix == CAUSAL:
+        suffix = "ForImageTextToText"
+    return getattr(transformers, f"AutoModel{suffix}")
+
+
+def load_transformers_model(path: str, hf_config: HFConfig, dtype: Any) -> Any:
+    """Return transformers' own eager model of a checkpoint, in evaluation mode.
+
+    None, if transformers does not read the files as they are: quantized, or under other names.
+    """
+    from transformers.utils import logging
+
+    if "quantization_config" in read_json_object(Path(path, "config.json")):
+        return None
+    verbosity, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model, info = _get_auto_class(hf_config).from_pretrained(
+            path,
+            config=_build_config(hf_config),
+            dtype=dtype,
+            attn_implementation="eager",
+            experts_implementation="eager",
+            trust_remote_code=False,
+            local_files_only=True,
+            output_loading_info=True,
+        )
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
+    is_read = all(name.startswith("score.") for name in info["missing_keys"])
+    return model if is_read and not info["mismatched_keys"] else None
 
 
 def load_transformers_config(path: str | Path) -> Any:
@@ -106,22 +146,25 @@ def _build_config(hf_config: HFConfig) -> Any:
     if "text_config" in fields:  # what stands beside it are copies of its fields
         names = {field.name for field in dataclasses.fields(config_class)}
         fields = {name: value for name, value in fields.items() if name in names}
-    return config_class.from_dict(fields)
+    # JSON has no infinity: transformers writes it as {"__float__": "Infinity"}.
+    return config_class.from_dict(config_class._decode_special_floats(fields))
+
+
+def expand_config(hf_config: HFConfig) -> HFConfig:
+    """Return a config.json with transformers' defaults for the fields that it does not name."""
+    fields: HFConfig = _build_config(hf_config).to_dict()
+    return fields
 
 
 def _select_fields(hf_config: HFConfig) -> HFConfig:
-    """Return a config.json without what chooses code, and without random numbers in training.
-
-    Scores of a training pass are those of a scoring pass.
-    """
-    fields = HFConfig()
-    for name, value in hf_config.items():
-        is_random = any(part in name for part in ("dropout", "pdrop", "jitter"))
-        if isinstance(value, dict) and name.endswith("_config"):
-            fields[name] = _select_fields(value)
-        elif name not in _CODE_FIELDS:
-            fields[name] = 0.0 if is_random and isinstance(value, float) else value
-    return fields
+    """Return a config.json without what chooses code."""
+    return {
+        name: _select_fields(value)
+        if isinstance(value, dict) and name.endswith("_config")
+        else value
+        for name, value in hf_config.items()
+        if name not in _CODE_FIELDS
+    }
 
 
 def map_parameters(model: Any) -> dict[str, Rule]:
@@ -156,7 +199,9 @@ def map_parameters(model: Any) -> dict[str, Rule]:
     parameters, rules = dict(model.named_parameters()), dict[str, Rule]()
     for name, value in state.items():
         if name not in sources:
-            raise ConfigError(f"no tensor of a checkpoint becomes the parameter {name}")
+            raise ConfigError(
+                f"no tensor of a checkpoint becomes the parameter {name}; allowed: another family"
+            )
         by_pattern = sources[name]
         if _is_transposed(model, name, by_pattern, converter_of):
             names = [name for names in by_pattern.values() for name in names]
@@ -214,7 +259,7 @@ def _list_parts(
     ):
         kinds = ", ".join(type(item).__name__ for item in converter.operations)
         raise ConfigError(
-            f"{name}: transformers makes it of tensors of the checkpoint by {kinds}; supported: "
+            f"{name}: transformers makes it of tensors of the checkpoint by {kinds}; allowed: "
             "one tensor, the experts of a layer stacked, or stacked experts transposed as those of "
             "qwen3_vl_moe"
         )
@@ -271,6 +316,8 @@ def build_family(hf_config: HFConfig) -> Family:
 def _map_config(config: HFConfig) -> dict[str, Any]:
     """Return sizes by Megatron's names, from the fields of transformers' config."""
     values = _build_config(config).get_text_config()
+    if layers := getattr(values, "per_layer_config", None):
+        values = layers[0]  # of a model whose layers differ in size
 
     def read(*names: str) -> Any:
         return next((v for v in (getattr(values, name, None) for name in names) if v), 0)

@@ -1,7 +1,8 @@
 """Attention and experts of transformers' models over ranks, through the library's registries.
 
 A pack goes to every attention layer as the keyword argument `pack`. No mask is ever made, so that
-families that make theirs without position ids (gpt_oss) keep sequences apart, too.
+families that make theirs without position ids (gpt_oss) keep sequences apart, too. What a family
+states only in its mask, a window or chunks, goes to the layers as a `MaskRule` in place of it.
 
 Sequence parallelism is Ulysses (arXiv:2309.14509): each rank has a share of the tokens, and in
 attention, between two all-to-alls, all tokens of a share of the heads.
@@ -9,6 +10,8 @@ attention, between two all-to-alls, all tokens of a share of the heads.
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -36,6 +39,50 @@ class Pack:
     group: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class MaskRule:
+    """Keys that a mask of transformers leaves to a query, among those before it in its sequence."""
+
+    window: int | None = None  # keys of a query, itself included
+    chunk: int | None = None  # attention does not leave chunks of so many tokens
+
+    def __getitem__(self, index: Any) -> MaskRule:
+        """Return the rule itself: layers slice a mask to its keys."""
+        return self
+
+
+def describe_mask(
+    *_: Any, mask_function: Callable[..., Any], local_size: int | None = None, **__: Any
+) -> MaskRule | None:
+    """Return what a mask states besides causality. The signature is that of transformers' masks.
+
+    `mask_function` is a conjunction of the functions of transformers/masking_utils.py, whose parts
+    are known by their names there. None stands for plain causality, as in most attention functions.
+
+    Raises:
+        ValueError: The mask is of another kind.
+    """
+    fields = dict[str, int]()
+    for name in _list_mask_parts(mask_function):
+        if name == "sliding_window_overlay" and local_size:
+            fields["window"] = local_size
+        elif name == "chunked_overlay" and local_size:
+            fields["chunk"] = local_size
+        elif name not in ("causal_mask_function", "packed_sequence_mask_function"):
+            raise ValueError(f"attention has a mask by {name}")
+    return MaskRule(**fields) if fields else None
+
+
+def _list_mask_parts(mask_function: Callable[..., Any]) -> Iterator[str]:
+    """Yield the names of the functions that made the parts of a conjunction of masks."""
+    name = mask_function.__qualname__.partition(".")[0]
+    if name != "and_masks":
+        yield name
+        return
+    for part in inspect.getclosurevars(mask_function).nonlocals["mask_functions"]:
+        yield from _list_mask_parts(part)
+
+
 def attend_packed(
     module: Any,
     query: torch.Tensor,
@@ -43,7 +90,7 @@ def attend_packed(
     value: torch.Tensor,
     attention_mask: Any = None,
     *,
-    pack: Pack,
+    pack: Pack | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -58,13 +105,19 @@ def attend_packed(
         query: [1, heads, tokens of this rank, dim]
         key: [1, groups, tokens of this rank, dim]
         value: [1, groups, tokens of this rank, value dim]
+        attention_mask: Result of describe_mask. Its window is that of the layer, as in eager
+            attention, which does not read `sliding_window`.
         s_aux: Logit of the attention sink of each head.
 
     Raises:
-        ValueError: The layer asks for a mask, a bias, or attention that is not causal.
+        ValueError: The layer asks for a mask, a bias, or attention that is not causal, or does not
+            hand over the pack.
     """
     unknown = [name for name, v in options.items() if torch.is_tensor(v) and name not in _IGNORED]
-    if attention_mask is not None or unknown or options.get("is_causal") is False:
+    if pack is None:
+        raise ValueError(f"{type(module).__name__} hands no keywords to attention")
+    rule = MaskRule(window=sliding_window) if attention_mask is None else attention_mask
+    if not isinstance(rule, MaskRule) or unknown or options.get("is_causal") is False:
         name = next(iter(unknown), "a mask of its own")
         raise ValueError(f"{type(module).__name__} calls attention with {name}")
     if pack.group is not None:
@@ -82,11 +135,17 @@ def attend_packed(
         if s_aux is not None:
             s_aux = s_aux.chunk(count)[pack.group.rank()]
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    attend_one = partial(attend, scale=scaling, window=sliding_window, softcap=softcap, sinks=s_aux)
-    out = attend_pack(q, k, v, pack.lengths, attend_one)[None]
+    attend_one = partial(attend, scale=scaling, window=rule.window, softcap=softcap, sinks=s_aux)
+    lengths = _split_lengths(pack.lengths, rule.chunk) if rule.chunk else pack.lengths
+    out = attend_pack(q, k, v, lengths, attend_one)[None]
     if pack.group is not None:
         out = _exchange(out, pack.group, 1, 2)
     return out.contiguous(), None
+
+
+def _split_lengths(lengths: Sequence[int], chunk: int) -> list[int]:
+    """Return the lengths of the chunks of sequences, of which the last may be shorter."""
+    return [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
 
 
 def _exchange(x: torch.Tensor, group: Any, scatter: int, gather: int) -> torch.Tensor:
@@ -140,7 +199,7 @@ def _send(x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> 
 
 
 def register_functions() -> None:
-    """Register attention, its mask, which is none, and experts, by the names above."""
+    """Register attention, the rules of its masks, and experts, by the names above."""
     AttentionInterface.register(ATTENTION, attend_packed)
-    AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+    AttentionMaskInterface.register(ATTENTION, describe_mask)
     ExpertsInterface.register(EXPERTS, dispatch_to_experts)

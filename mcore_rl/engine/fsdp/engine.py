@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -42,16 +41,19 @@ from mcore_rl.engine.fsdp.model import (
     ShardedPolicy,
     ShardedValueModel,
     allocate,
+    check_filled,
     choose_experts_function,
     iter_local,
     keep_local_experts,
     list_unread,
     load_weights,
+    recompute_layers,
     shard_model,
 )
+from mcore_rl.engine.fsdp.start_check import StartCheck
 from mcore_rl.engine.fsdp.vision import VisionInputs
 from mcore_rl.engine.offload import HostMirror, move_storages
-from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches, pack_samples
+from mcore_rl.engine.packing import MicroBatch, PackSplit, build_micro_batches
 from mcore_rl.engine.steps import (
     Result,
     ScoreSettings,
@@ -83,8 +85,6 @@ from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, StackedRows, Weight
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Largest mean difference of log-probs in nats that rounding makes between two ways to a token.
-_NATS = {torch.float32: 1e-4, torch.bfloat16: 0.1}
 
 
 class FSDPEngine(BaseEngine):
@@ -107,6 +107,8 @@ class FSDPEngine(BaseEngine):
         self.ranks = ShardedRanks(layout.world_size, settings.fsdp.num_replicas, layout.ep)
         self.weights = map_sharded_weights(self.hf_config, layout.ep)
         register_functions()
+        with torch.no_grad():
+            self._start_check.compare_layers()
         model = build_empty_model(self.hf_config, attn_implementation=ATTENTION)
         experts: list[Any] = []
         dtype = DTYPES[self.spec.model.dtype]
@@ -119,7 +121,7 @@ class FSDPEngine(BaseEngine):
             lora.attach_adapters(model, settings.lora)
             self.adapter_weights = lora.map_factors(model)
         if settings.recompute.granularity == "full":
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            recompute_layers(model)
         if not self.spec.total_steps:  # buffers such as rotary frequencies stay wide
             for name, parameter in model.named_parameters():
                 if not name.startswith("score."):
@@ -142,7 +144,11 @@ class FSDPEngine(BaseEngine):
         self.optimizer = self._build_optimizer() if self.spec.total_steps else None
         self._mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
         self.vision = self._build_vision(model)
-        self._check_model(dtype)
+        check_filled(self.root, self.spec.model.path)
+        self.root.eval()  # always: scores of a training pass are those of a scoring pass
+        with torch.no_grad():
+            self._start_check.compare_weights(self.root, dtype)
+        self.root.reshard()  # type: ignore[operator]
 
     def _build_vision(self, model: Any) -> VisionInputs | None:
         """Return what makes inputs of images, for a model that takes them."""
@@ -182,87 +188,18 @@ class FSDPEngine(BaseEngine):
             eps=config.eps,
         )
 
-    @torch.no_grad()
-    def _check_model(self, dtype: torch.dtype) -> None:
-        """Compare two short sequences in a pack with each alone, and look for tokens ahead.
-
-        Raises:
-            ConfigError: The model mixes the sequences of a pack or the ranks of cp, looks ahead, or
-                its layers do not take packs.
-        """
-        name = self.hf_config.get("model_type")
-        rng = np.random.default_rng(0)
-        rows = [rng.integers(1, self.hf_config["vocab_size"], n) for n in (9, 6)]
-        self.root.eval()
-        try:
-            if not self._kind:
-                [packed] = self._pack_rows(rows, [[0, 1]], self._split)
-                is_plain = self.root(packed, self._build_pack(packed), None)
-                self.root.has_plain_head = not self._find_largest(not is_plain)
-            expected = self._score_rows(rows, [[0], [1]], PackSplit())
-            gaps = {
-                "packed": self._score_rows(rows, [[0, 1]], self._split) - expected,
-                "split": self._score_rows(rows, [[0], [1]], self._split) - expected,
-            }
-            changed = [np.append(row[:-1], 2 if row[-1] == 1 else 1) for row in rows]
-            ahead = self._score_rows(changed, [[0], [1]], PackSplit()) - expected
-        except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{name}: its layers in transformers do not take packs ({error}); allowed: another "
-                "family, or backend='megatron' where it has it"
-            ) from error
-        self.root.reshard()  # type: ignore[operator]
-        is_scored = np.ones(len(ahead), dtype=bool)
-        is_scored[np.cumsum([len(row) - 3 for row in rows]) - 1] = False  # the changed tokens
-        gaps["ahead"] = ahead[is_scored]
-        largest = {case: self._find_largest(np.abs(gap).mean()) for case, gap in gaps.items()}
-        bound = _NATS[dtype]
-        if not largest["ahead"] <= bound:
-            raise ConfigError(
-                f"{name}: scores depend on later tokens, by {largest['ahead']:.2g} on average: its "
-                "layers do not attend through transformers' registry; allowed: another family"
-            )
-        if not largest["split"] <= bound:
-            raise ConfigError(
-                f"{name}: scores of a sequence that ranks share differ from those on one rank by "
-                f"{largest['split']:.2g} on average: its layers need whole sequences; allowed: "
-                "layout.cp=1"
-            )
-        if self.spec.engine.fsdp.packing and not largest["packed"] <= bound:
-            raise ConfigError(
-                f"{name}: scores of two sequences in one pack differ from those of each alone by "
-                f"{largest['packed']:.2g} on average: its layers mix the sequences of a pack; "
-                "allowed: fsdp.packing=false"
-            )
-
-    def _pack_rows(
-        self, rows: Sequence[Any], parts: list[list[int]], split: PackSplit
-    ) -> list[MicroBatch]:
-        """Pack rows of ids with prompts of 3 tokens."""
-        prompts = Jagged.pack([row[:3] for row in rows], np.int64)
-        responses = Jagged.pack([row[3:] for row in rows], np.int64)
-        batch = Batch({"prompt_ids": prompts, "response_ids": responses})
-        return pack_samples(batch, parts, split, self.device)
-
-    def _score_rows(
-        self, rows: Sequence[Any], parts: list[list[int]], split: PackSplit
-    ) -> np.ndarray:
-        """Return scores of the response tokens; the whole of each pack on each rank if cp is 1."""
-        group = self.meshes.context_group if split.cp > 1 else None
-        micros = self._pack_rows(rows, parts, split)
-        # A critic's head may be zero: its states are compared by a random one.
-        settings = None if self._kind else choose_scores(self.spec, 1.0, None)
-        results = [self.root(micro, Pack(micro.lengths, group), settings) for micro in micros]
-        responses = Jagged.pack([row[3:] for row in rows], np.int64)
-        batch = Batch({"response_ids": responses})
-        name = next(iter(results[0]))
-        return restore_batch_order(batch, micros, results, name, group).values
-
-    def _find_largest(self, value: float) -> float:
-        """Return the largest of a number over all ranks; not a number if one is not."""
-        values: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(values, float(value))
-        return max(values) if not any(map(math.isnan, values)) else math.nan
+    @property
+    def _start_check(self) -> StartCheck:
+        return StartCheck(
+            self.spec.model.path,
+            self.hf_config,
+            self._root_class,
+            None if self._kind else choose_scores(self.spec, 1.0, None),
+            self.spec.engine.fsdp.packing,
+            self._split,
+            self.meshes.context_group,
+            self.device,
+        )
 
     @property
     def _split(self) -> PackSplit:
@@ -296,7 +233,6 @@ class FSDPEngine(BaseEngine):
         replay: bool = True,
     ) -> Batch:
         self.require("parameters")
-        self.root.eval()
         micros = self._build_micro_batches(batch.select_inputs())
         settings = choose_scores(self.spec, temperature, None)
         base = contextlib.nullcontext() if adapters else lora.disable_adapters(self.root)
@@ -348,7 +284,6 @@ class FSDPEngine(BaseEngine):
         self.require("parameters", "gradients", "optimizer state")
         if self.optimizer is None:
             raise RuntimeError("a training step on an engine built for inference (total_steps=0)")
-        self.root.train()
         self.optimizer.zero_grad()
         micros = self._build_micro_batches(batch)
         counts = count_tokens(micros, self.device, None)

@@ -47,7 +47,8 @@ def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
     """Freeze a model on the meta device and replace the linear layers of the targets.
 
     The default targets, which are names of Megatron, mean all linear layers but the head. A vision
-    tower has no targets.
+    tower has no targets, and neither has a subclass of Linear with a forward pass of its own, such
+    as PhiMoE's routers, which return more than a product.
 
     Raises:
         ConfigError: A target is the name of no linear layer.
@@ -57,7 +58,7 @@ def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
     linears = {
         name: module
         for name, module in decoder.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
+        if type(module).forward is torch.nn.Linear.forward and module is not head
     }
     allowed = {name.rpartition(".")[2] for name in linears}
     targets = allowed if config.targets == LoRAConfig().targets else set(config.targets)

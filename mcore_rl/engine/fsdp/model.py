@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.sharded_rows import exchange_reason
@@ -62,13 +65,15 @@ class ShardedPolicy(torch.nn.Module):
     def _get_states(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
         zero = self._run_unused_tower(micro)
         output = self.model.base_model(**_build_inputs(micro, pack))
-        states: torch.Tensor = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
+        states = _select_rows(output.last_hidden_state[0], micro)
         return states if zero is None else states + zero
 
     def _get_logits(self, micro: MicroBatch, pack: Pack) -> torch.Tensor:
         zero = self._run_unused_tower(micro)
         inputs = _build_inputs(micro, pack)
         logits: torch.Tensor = self.model(**inputs, logits_to_keep=micro.hidden_rows).logits[0]
+        if len(logits) != len(micro.hidden_rows):  # a family that does not read logits_to_keep
+            logits = _select_rows(logits, micro)
         return logits if zero is None else logits + zero
 
     def _run_unused_tower(self, micro: MicroBatch) -> torch.Tensor | None:
@@ -86,7 +91,7 @@ class ShardedPolicy(torch.nn.Module):
         head, calls = self.model.get_output_embeddings(), dict[str, Any]()
 
         def keep_states(module: Any, args: Any, output: Any) -> None:
-            calls["states"] = output.last_hidden_state[0].index_select(0, micro.hidden_rows)
+            calls["states"] = _select_rows(output.last_hidden_state[0], micro)
 
         def keep_head(module: Any, args: Any, output: Any) -> None:
             calls["input"], calls["output"] = args[0][0], output[0]
@@ -118,10 +123,26 @@ class ShardedValueModel(ShardedPolicy):
     def forward(self, micro: MicroBatch, pack: Pack, settings: ScoreSettings | None) -> Scores:
         states = self._get_states(micro, pack)
         if settings is None:
-            generator = torch.Generator().manual_seed(0)
-            random = torch.randn(states.shape[1], generator=generator) / states.shape[1] ** 0.5
-            return {"values": states.float() @ random.to(states.device)}
+            return {"values": project_states(states)}
         return {"values": self.model.score(states.float()).squeeze(-1)}
+
+
+def project_states(states: torch.Tensor) -> torch.Tensor:
+    """Return the values [tokens] of states [tokens, hidden] by a random head."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(states.shape[1], generator=generator) / states.shape[1] ** 0.5
+    return states.float() @ random.to(states.device)
+
+
+def _select_rows(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
+    """Return the rows of a pack's output that predict response tokens.
+
+    Raises:
+        ValueError: The output has not one row per token.
+    """
+    if len(output) != micro.input_ids.shape[1]:
+        raise ValueError(f"{len(output)} rows for {micro.input_ids.shape[1]} tokens")
+    return output.index_select(0, micro.hidden_rows)
 
 
 def _build_inputs(micro: MicroBatch, pack: Pack) -> dict[str, Any]:
@@ -260,8 +281,7 @@ def shard_model(
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     is_pinned = detect_device().type != "cpu"
     offload = CPUOffloadPolicy(pin_memory=is_pinned) if cpu_offload else OffloadPolicy()
-    kinds = set(root.model._no_split_modules or ())
-    layers = [module for module in root.model.modules() if type(module).__name__ in kinds]
+    layers = list_layers(root.model)
     heads = [root.model.score] if isinstance(root, ShardedValueModel) else []
     for module in (*expert_modules, *heads, *layers, root):
         is_expert = any(module is expert for expert in expert_modules)
@@ -354,6 +374,8 @@ def _is_ignored(root: ShardedPolicy, name: str) -> bool:
 def allocate(root: ShardedPolicy, device: torch.device, buffer_device: torch.device) -> None:
     """Give a model memory, with the buffers that no checkpoint has (rotary frequencies).
 
+    What neither they nor a checkpoint fills is not a number: `check_filled` finds it.
+
     Args:
         buffer_device: Device of buffers, which FSDP does not move with the parameters of a layer.
     """
@@ -362,14 +384,80 @@ def allocate(root: ShardedPolicy, device: torch.device, buffer_device: torch.dev
     for module in root.model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             module._buffers[name] = torch.empty_like(buffer, device=buffer_device)
-    for module in root.model.modules():
-        if any(True for _ in module.buffers(recurse=False)):
-            # Weights are loaded afterwards; drawing sharded ones would take collectives.
-            parameters = module._parameters
-            module._parameters = {
-                name: torch.nn.Parameter(torch.empty(weight.shape, device="meta"))
-                for name, weight in parameters.items()
-                if weight is not None
-            }
-            root.model._init_weights(module)
-            module._parameters = parameters
+    with torch.no_grad():
+        for tensor in (*root.parameters(), *root.buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local.fill_(_get_poison(local.dtype))
+    fill_buffers(root.model)
+
+
+def fill_buffers(model: Any) -> None:
+    """Let transformers initialise the buffers of a model, as it does after reading a checkpoint.
+
+    A module may fill those of its children. The initialisation sees parameters without memory,
+    marked as read: drawing sharded ones would take collectives.
+    """
+    parameters = {module: module._parameters for module in model.modules()}
+    for module in parameters:
+        module._is_hf_initialized = False
+        module._parameters = {
+            name: None if weight is None else _build_read_parameter(weight.shape)
+            for name, weight in module._parameters.items()
+        }
+    try:
+        model.initialize_weights()
+    finally:
+        for module, of_module in parameters.items():
+            module._parameters = of_module
+
+
+def _build_read_parameter(shape: torch.Size) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(torch.empty(shape, device="meta"))
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def _get_poison(dtype: torch.dtype) -> float:
+    """Return a value that nothing initialises a tensor to."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return 0 if dtype == torch.bool else torch.iinfo(dtype).min
+
+
+@torch.no_grad()
+def check_filled(root: ShardedPolicy, path: str) -> None:
+    """Refuse a model with values that neither a checkpoint nor its initialisation has filled.
+
+    Raises:
+        ConfigError: A parameter or buffer has one; the same on all ranks.
+    """
+
+    def check() -> None:
+        for name, tensor in (*root.model.named_parameters(), *root.model.named_buffers()):
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            poison = _get_poison(local.dtype)
+            is_empty = local.isnan() if math.isnan(poison) else local == poison
+            if local.dtype != torch.bool and bool(is_empty.any()):
+                raise ConfigError(
+                    f"checkpoint {path}: {name} of {type(root.model).__name__} has values that are "
+                    "no numbers, or that neither the checkpoint nor transformers' initialisation "
+                    "fills; allowed: a model whose every parameter and buffer one of them fills"
+                )
+
+    if reason := exchange_reason(check):
+        raise ConfigError(reason)
+
+
+def recompute_layers(model: Any) -> None:
+    """Run the layers of a model again in its backward pass.
+
+    transformers' own switch needs layers in training mode, where some draw random numbers.
+    """
+    for layer in list_layers(model):
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def list_layers(model: Any) -> list[Any]:
+    """Return the modules that FSDP shards one by one: the layers that transformers never splits."""
+    kinds = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]

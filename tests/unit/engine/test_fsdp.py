@@ -21,9 +21,10 @@ from mcore_rl.config.schema import (
     RecomputeConfig,
 )
 from mcore_rl.engine.base import check_engine_settings, load_backend
-from mcore_rl.engine.fsdp.model import ShardedPolicy
+from mcore_rl.engine.fsdp.attention import ATTENTION, MaskRule, describe_mask, register_functions
+from mcore_rl.engine.fsdp.model import ShardedPolicy, allocate
 from mcore_rl.models.base import get_family, get_model_sizes, use_family
-from mcore_rl.models.transformers_model import map_sharded_weights
+from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, check_cover
 
@@ -159,3 +160,71 @@ def test_a_pass_without_images_copies_no_logits():
     with _CountAdditions() as additions:
         assert ShardedPolicy(_Model())(micro, None, None)
     assert additions.num == 0
+
+
+def test_rows_of_logits_are_those_of_the_response_if_a_family_returns_all():
+    class AllRows(_Model):
+        def forward(self, logits_to_keep: torch.Tensor, **inputs: Any) -> Any:
+            return SimpleNamespace(logits=self.head(self.base_model(**inputs).last_hidden_state))
+
+    root, rows = ShardedPolicy(AllRows()), torch.tensor([1, 2])
+    root.has_plain_head = False
+    ids = torch.arange(3)[None]
+    micro = SimpleNamespace(
+        input_ids=ids, position_ids=ids, hidden_rows=rows, model_inputs={}, columns={},
+        targets=torch.tensor([3, 5]),
+    )  # fmt: skip
+    settings = SimpleNamespace(temperature=1.0, with_entropy=False, with_squares=False, num_top=0)
+    log_probs = root.model.head(root.model.states[0]).log_softmax(-1)
+    scores = root(micro, None, settings)["log_probs"]
+    torch.testing.assert_close(scores, log_probs[[1, 2], [3, 5]])
+    root.model.states = torch.randn(1, 7, 4)
+    with pytest.raises(ValueError, match="7 rows for 3 tokens"):
+        root(micro, None, settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("falcon_h1", {"mamba_d_ssm": 32, "mamba_n_heads": 8, "mamba_d_head": 4}),
+        ("gemma3_text", {}),
+        ("deepseek_v3", {"qk_rope_head_dim": 8, "n_routed_experts": 8, "first_k_dense_replace": 1}),
+        ("llama4_text", {"num_local_experts": 4}),
+    ],
+)
+def test_buffers_are_those_of_a_model_that_transformers_builds(kind, changes):
+    config = transformers.AutoConfig.for_model(kind, **(_SHAPE | changes))
+    expected = transformers.AutoModelForCausalLM.from_config(config)
+    model = build_empty_model({**config.to_dict(), "architectures": [type(expected).__name__]})
+    device = torch.device("cpu")
+    allocate(ShardedPolicy(model), device, device)
+    buffers = dict(model.named_buffers())
+    assert buffers
+    for name, buffer in expected.named_buffers():
+        assert torch.equal(buffers[name], buffer), name
+    assert all(parameter.isnan().all() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("create_mask", "changes", "rule"),
+    [
+        ("create_causal_mask", {}, None),
+        ("create_sliding_window_causal_mask", {"sliding_window": 3}, MaskRule(window=3)),
+        ("create_chunked_causal_mask", {"attention_chunk_size": 4}, MaskRule(chunk=4)),
+    ],
+)
+def test_mask_of_transformers_is_described_by_its_window_or_chunk(create_mask, changes, rule):
+    register_functions()
+    config = transformers.AutoConfig.for_model("llama", **_SHAPE)
+    for name, value in changes.items():
+        setattr(config, name, value)
+    config._attn_implementation = ATTENTION
+    positions = torch.tensor([[0, 1, 2, 0, 1]])
+    create = getattr(transformers.masking_utils, create_mask)
+    assert create(config, torch.zeros(1, 5, 8), None, None, position_ids=positions) == rule
+
+
+def test_mask_of_another_kind_is_refused():
+    union = transformers.masking_utils.or_masks(transformers.masking_utils.causal_mask_function)
+    with pytest.raises(ValueError, match="attention has a mask by or_masks"):
+        describe_mask(mask_function=union)
