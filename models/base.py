@@ -614,9 +614,8 @@ _NAMES: dict[FieldType, str] = {
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
     "kv_lora_rank q_lora_rank index_topk",
     _declare_integer(0, 1 << 24): "shared_expert_intermediate_size",
-    _declare_integer(
-        1, 1 << 40
-    ): "max_position_embeddings original_max_position_embeddings sliding_window",
+    _declare_integer(1, 1 << 40): "max_position_embeddings original_max_position_embeddings",
+    _declare_integer(0, 1 << 40): "sliding_window",  # 0, from transformers: no window
     _declare_number(1e-12, 1.0): "rms_norm_eps partial_rotary_factor",
     _declare_number(
         1e-6, 1e12

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,9 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type, architectures = hf_config.get("model_type"), hf_config.get("architectures")
+    architectures = hf_config.get("architectures")
     if _get_model_type(hf_config) not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"config.json: model_type={model_type!r} is not in transformers "
-            f"{transformers.__version__}; allowed: one that is, without code of its own"
-        )
+        raise ConfigError(_describe_missing(hf_config))
     config = _build_config(hf_config)
     options = {"attn_implementation": "eager", "trust_remote_code": False, **options}
     suffix = get_value_head_suffix(hf_config) or CAUSAL
@@ -75,6 +72,38 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
             f"config.json: architectures={architectures}: transformers {transformers.__version__} "
             f"has no such model, or not with these functions ({str(error).splitlines()[0]})"
         ) from error
+
+
+def build_published_model(hf_config: HFConfig) -> Any:
+    """Build the model that "architectures" names, a wrapper with its tower, on the meta device.
+
+    build_empty_model builds the language model of a wrapper whose images nothing here takes.
+
+    Raises:
+        ConfigError: The installed transformers has no such model.
+    """
+    import torch
+    import transformers
+
+    if "vision_config" not in hf_config or has_images(hf_config):
+        return build_empty_model(hf_config)
+    if _get_model_type(hf_config) not in transformers.CONFIG_MAPPING:
+        raise ConfigError(_describe_missing(hf_config))
+    config, auto_class = _build_config(hf_config), transformers.AutoModelForImageTextToText
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config, trust_remote_code=False)
+    except ValueError as error:  # it takes images in another form
+        raise ConfigError(_describe_missing(hf_config)) from error
+
+
+def _describe_missing(hf_config: HFConfig) -> str:
+    import transformers
+
+    return (
+        f"config.json: model_type={hf_config.get('model_type')!r} is not in transformers "
+        f"{transformers.__version__}; allowed: one that is, without code of its own"
+    )
 
 
 def load_transformers_config(path: str | Path) -> Any:
@@ -165,6 +194,25 @@ def map_parameters(model: Any) -> dict[str, Rule]:
         else:
             rules[name] = StackedRows(parts, value.shape[0])
     return rules
+
+
+def name_parameters(model: Any, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the parameter of a model that each tensor of its checkpoint becomes, or is part of."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    mapping, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    converters = [item for item in mapping if isinstance(item, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {
+        tensor: rename_source_key(tensor, renamings, converters, prefix, state)[0]
+        for tensor in tensors
+    }
 
 
 def _is_transposed(
