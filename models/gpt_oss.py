@@ -35,6 +35,8 @@ from mcore_rl.reshard.rules import (
     Weight,
 )
 
+_THETA = 150000.0  # of transformers where config.json has none
+
 
 def map_config(config: HFConfig) -> dict[str, Any]:
     # vLLM takes no other scaling (model_executor/models/gpt_oss.py).
@@ -59,7 +61,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         },
     )
     return {
-        **map_decoder_config(config | {"layer_types": None}),
+        **map_decoder_config(config | {"layer_types": None}, _THETA),
         **map_softmax_router_config(config, renormalised=True),
         "activation": "quick_gelu",  # x sigmoid(1.702 x)
         "activation_func_clamp_value": 7.0,
@@ -140,6 +142,12 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
 
 FAMILY = register(
     Family(
-        "gpt_oss", "GptOssForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights
+        "gpt_oss",
+        "GptOssForCausalLM",
+        map_config,
+        get_layer_spec,
+        map_weights,
+        map_vllm_weights,
+        defaults={"head_dim": 64},
     )
 )

@@ -125,6 +125,7 @@ def _get_model_type(hf_config: HFConfig) -> str:
 
 def _build_config(hf_config: HFConfig) -> Any:
     """Return transformers' config of a config.json."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     name = _get_model_type(hf_config)
@@ -132,7 +133,13 @@ def _build_config(hf_config: HFConfig) -> Any:
     if "text_config" in fields:  # what stands beside it are copies of its fields
         names = {field.name for field in dataclasses.fields(config_class)}
         fields = {name: value for name, value in fields.items() if name in names}
-    return config_class.from_dict(fields)
+    try:
+        return config_class.from_dict(fields)
+    except (StrictDataclassError, NotImplementedError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"config.json: transformers refuses a field of model_type={name!r}: {reason}"
+        ) from error
 
 
 def _select_fields(hf_config: HFConfig) -> HFConfig:
@@ -318,7 +325,7 @@ def _map_config(config: HFConfig) -> dict[str, Any]:
     values = _build_config(config).get_text_config()
 
     def read(*names: str) -> Any:
-        return next((v for v in (getattr(values, name, None) for name in names) if v), 0)
+        return next((v for v in (_read_field(values, name) for name in names) if v), 0)
 
     heads, num_layers, hidden = (
         read(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
@@ -384,4 +391,33 @@ def _get_ends(model: Any) -> tuple[Any, Any]:
     return model.get_input_embeddings(), getattr(model, "score", None) if head is None else head
 
 
-register_builder(TRANSFORMERS, build_family)
+def _read_field(values: Any, name: str) -> Any:
+    """Return a field of transformers' config by its usual name; None without it.
+
+    As written: to read one that differs between layers (Gemma 4's head_dim) is an error.
+    """
+    written = values.to_dict()
+    if (key := values.attribute_map.get(name, name)) in written:
+        return written[key]
+    try:
+        return getattr(values, name, None)
+    except NotImplementedError:  # encoder and decoder have their own
+        return None
+
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def complete_config(hf_config: HFConfig) -> HFConfig:
+    """Return a config.json with the sizes that its class has under names of its own (n_embd)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    is_known = _get_model_type(hf_config) in CONFIG_MAPPING
+    if not is_known or all(name in hf_config for name in _SIZES):
+        return hf_config
+    values = _build_config(hf_config).get_text_config()
+    sizes = {name: _read_field(values, name) for name in _SIZES if name not in hf_config}
+    return hf_config | {name: size for name, size in sizes.items() if type(size) is int}
+
+
+register_builder(TRANSFORMERS, build_family, complete_config)

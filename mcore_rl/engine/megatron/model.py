@@ -239,8 +239,9 @@ def build_transformer_config(
         config = config_class(**fields, **engine_fields, **{**flags, **passed})
     except (ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
+        settings = passthrough.describe_settings(engine, reason)
         raise ConfigError(
-            f"megatron={engine.megatron}: Megatron refuses it with this model and layout: {reason}"
+            f"{settings}: Megatron refuses it with this model and layout: {reason}"
         ) from error
     return config, arguments
 
