@@ -6,6 +6,8 @@ export and resharding read. Family files import no torch, so that plans can be m
 The type and range of each field is checked when a config is read. A field that is absent or null
 passes: each family checks what it needs. The limits are far above any model; they keep a damaged
 file from asking for endless rules.
+
+Long because: it has each field's type and range, and those without effect.
 """
 
 from __future__ import annotations

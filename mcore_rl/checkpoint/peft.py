@@ -169,7 +169,7 @@ class _ExpertStack(NamedTuple):
 
 
 class _Modules(NamedTuple):
-    """How PEFT is to read an adapter.
+    """The layers of an adapter, as PEFT names them.
 
     Attributes:
         names: Module of a tensor of the checkpoint.
@@ -239,9 +239,9 @@ def _plan_modules(tensors: Sequence[str], hf_config: HFConfig) -> _Modules:
 
 def _shorten(names: Sequence[str], all_names: Iterable[str]) -> set[str]:
     """Return the last part of names where all that end in it are meant, else whole names."""
-    others = {name.rpartition(".")[2] for name in set(all_names).difference(names)}
+    other_parts = {name.rpartition(".")[2] for name in set(all_names).difference(names)}
     last_parts = {name: name.rpartition(".")[2] for name in names}
-    return {name if last in others else last for name, last in last_parts.items()}
+    return {name if last in other_parts else last for name, last in last_parts.items()}
 
 
 def _name_tensors(

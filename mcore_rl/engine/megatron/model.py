@@ -240,9 +240,8 @@ def build_transformer_config(
     except (ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
         settings = passthrough.describe_settings(engine, reason)
-        raise ConfigError(
-            f"{settings}: Megatron refuses it with this model and layout: {reason}"
-        ) from error
+        message = f"{settings}: Megatron refuses it with this model and layout: {reason}"
+        raise ConfigError(message) from error
     return config, arguments
 
 
