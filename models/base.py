@@ -6,6 +6,8 @@ export and resharding read. Family files import no torch, so that plans can be m
 The type and range of each field is checked when a config is read. A field that is absent or null
 passes: each family checks what it needs. The limits are far above any model; they keep a damaged
 file from asking for endless rules.
+
+Long because: it has each field's type and range, and those without effect.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import reprlib
 from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,8 @@ class Family:
             of a vision tower: an export has them as the first checkpoint has them.
         vllm_drafts: Rules of the parameters of vLLM's draft model, which has the prediction layers
             (vllm_parts.DRAFT). None: servers draft no tokens.
+        defaults: Of fields that config.json leaves out, where the class of transformers has another
+            value than the functions here take for null.
     """
 
     name: str
@@ -78,10 +82,12 @@ class Family:
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
     vllm_drafts: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     frozen_prefixes: tuple[str, ...] = ()
+    defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
 _FAMILIES: dict[str, Family] = {}
 _BUILDERS: dict[str, Callable[[HFConfig], Family]] = {}  # families of any architecture
+_COMPLETERS: dict[str, Callable[[HFConfig], HFConfig]] = {}
 _used: tuple[str, Family | None] = ("", None)  # of use_family: its argument, and what it leads to
 
 
@@ -91,9 +97,15 @@ def register(family: Family) -> Family:
     return family
 
 
-def register_builder(name: str, build: Callable[[HFConfig], Family]) -> None:
-    """Register what builds a family from any config.json, by its name as model.family."""
-    _BUILDERS[name] = build
+def register_builder(
+    name: str, build: Callable[[HFConfig], Family], complete: Callable[[HFConfig], HFConfig]
+) -> None:
+    """Register what builds a family from any config.json, by its name as model.family.
+
+    Args:
+        complete: Adds the usual names of sizes that config.json has under others.
+    """
+    _BUILDERS[name], _COMPLETERS[name] = build, complete
 
 
 def use_family(import_path: str, setting: str = "model.family") -> None:
@@ -163,12 +175,26 @@ def read_config(model_path: str | Path, setting: str = "model.path") -> HFConfig
 
 
 def read_config_file(path: Path) -> HFConfig:
-    """Read the config.json of a model; see read_config."""
+    """Read the config.json of a model, with its family's defaults; see read_config."""
     config = read_json_object(path)
+    config = _decode_numbers(config)
     if isinstance(text_config := config.get("text_config"), dict):
         config = {**text_config, **config}
+    if (family := _find_family(config)) is not None:
+        config = {**family.defaults, **config}
+    elif get_user_family() == TRANSFORMERS:
+        config = _COMPLETERS[TRANSFORMERS](config)
     check_fields(config)
     return config
+
+
+def _decode_numbers(value: Any) -> Any:
+    """Return JSON with the numbers that transformers 5 writes as {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {name: _decode_numbers(item) for name, item in value.items()}
+    return [_decode_numbers(item) for item in value] if isinstance(value, list) else value
 
 
 def has_images(config: HFConfig) -> bool:
@@ -624,9 +650,8 @@ _NAMES: dict[FieldType, str] = {
     _declare_integer(1, 1 << 24): "vocab_size hidden_size intermediate_size moe_intermediate_size "
     "kv_lora_rank q_lora_rank index_topk",
     _declare_integer(0, 1 << 24): "shared_expert_intermediate_size",
-    _declare_integer(
-        1, 1 << 40
-    ): "max_position_embeddings original_max_position_embeddings sliding_window",
+    _declare_integer(1, 1 << 40): "max_position_embeddings original_max_position_embeddings",
+    _declare_integer(0, 1 << 40): "sliding_window",  # 0, from transformers: no window
     _declare_number(1e-12, 1.0): "rms_norm_eps partial_rotary_factor",
     _declare_number(
         1e-6, 1e12

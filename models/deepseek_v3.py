@@ -13,6 +13,7 @@ from typing import Any
 
 from mcore_rl.models.base import Family, HFConfig, register
 from mcore_rl.models.latent import (
+    DEEPSEEK_DEFAULTS,
     check_dense_layers,
     map_latent_attention,
     map_latent_config,
@@ -104,6 +105,7 @@ FAMILY = register(
         map_vllm_weights,
         count_mtp_layers,
         map_drafts,
+        defaults=DEEPSEEK_DEFAULTS,
     )
 )
 GLM_LITE = register(
@@ -114,6 +116,7 @@ GLM_LITE = register(
         config_map=_map_lite_config,
         vllm_weights=_map_vllm_lite_weights,
         vllm_drafts=_map_lite_drafts,
+        defaults={"q_lora_rank": 768},
     )
 )
 KIMI_K25 = register(

@@ -15,6 +15,7 @@ from typing import Any
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import Family, HFConfig, check_values, get_field, register
 from mcore_rl.models.latent import (
+    DEEPSEEK_DEFAULTS,
     check_dense_layers,
     map_latent_attention,
     map_latent_config,
@@ -176,10 +177,15 @@ FAMILY = register(
         map_weights,
         map_vllm_weights,
         count_mtp_layers,
+        defaults=DEEPSEEK_DEFAULTS,
     )
 )
 GLM = register(
     replace(
-        FAMILY, name="glm_moe_dsa", architecture="GlmMoeDsaForCausalLM", config_map=_map_glm_config
+        FAMILY,
+        name="glm_moe_dsa",
+        architecture="GlmMoeDsaForCausalLM",
+        config_map=_map_glm_config,
+        defaults={"first_k_dense_replace": 3, "q_lora_rank": 2048},
     )
 )

@@ -72,5 +72,6 @@ FAMILY = register(
         map_vllm_weights,
         count_mtp_layers,
         map_drafts,
+        defaults={"first_k_dense_replace": 1},
     )
 )

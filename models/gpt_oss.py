@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.models.base import Family, HFConfig, check_values, get_field, read_rope, register
 from mcore_rl.models.parts import (
     Layer,
@@ -34,12 +35,18 @@ from mcore_rl.reshard.rules import (
     Weight,
 )
 
+_THETA = 150000.0  # of transformers where config.json has none
+
 
 def map_config(config: HFConfig) -> dict[str, Any]:
     # vLLM takes no other scaling (model_executor/models/gpt_oss.py).
     names = ("rope_type", "mscale", "mscale_all_dim", "attention_factor")
     check_values(read_rope(config), dict(zip(names, ("yarn", None, None, None), strict=True)))
-    num_layers = get_field(config, "num_hidden_layers")
+    num_layers, window = (
+        get_field(config, name) for name in ("num_hidden_layers", "sliding_window")
+    )
+    if not window:
+        raise ConfigError("config.json: sliding_window=0 is not supported; allowed: at least 1")
     kinds = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
     # vLLM has these values as constants (model_executor/models/gpt_oss.py).
     check_values(
@@ -54,7 +61,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         },
     )
     return {
-        **map_decoder_config(config | {"layer_types": None}),
+        **map_decoder_config(config | {"layer_types": None}, _THETA),
         **map_softmax_router_config(config, renormalised=True),
         "activation": "quick_gelu",  # x sigmoid(1.702 x)
         "activation_func_clamp_value": 7.0,
@@ -62,7 +69,7 @@ def map_config(config: HFConfig) -> dict[str, Any]:
         "moe_mlp_glu_interleave_size": 1,
         "add_bias_linear": True,
         "softmax_type": "learnable",
-        "window_size": (get_field(config, "sliding_window") - 1, 0),
+        "window_size": (window - 1, 0),
         "window_attn_skip_freq": [int(kind == "sliding_attention") for kind in kinds],
         "num_moe_experts": get_field(config, "num_local_experts"),
         "moe_ffn_hidden_size": get_field(config, "intermediate_size"),
@@ -135,6 +142,12 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
 
 FAMILY = register(
     Family(
-        "gpt_oss", "GptOssForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights
+        "gpt_oss",
+        "GptOssForCausalLM",
+        map_config,
+        get_layer_spec,
+        map_weights,
+        map_vllm_weights,
+        defaults={"head_dim": 64},
     )
 )

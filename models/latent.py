@@ -12,6 +12,11 @@ from mcore_rl.models.rope import read_scaling
 from mcore_rl.models.vllm_parts import build_vllm_weight
 from mcore_rl.reshard.rules import Concat, Replicated, Split, Weight
 
+# Of fields that config.json leaves out; a null q_lora_rank means queries without a latent.
+DEEPSEEK_DEFAULTS = {
+    "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "q_lora_rank": 1536,
+}  # fmt: skip
+
 
 def map_latent_config(config: HFConfig) -> dict[str, Any]:
     """Return MLATransformerConfig arguments of the attention.

@@ -139,5 +139,6 @@ FAMILY = register(
         get_layer_spec,
         map_weights,
         map_vllm_weights,
+        defaults={"head_dim": 128},
     )
 )

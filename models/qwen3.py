@@ -48,5 +48,13 @@ def map_vllm_weights(config: HFConfig) -> tuple[Weight, ...]:
 
 
 FAMILY = register(
-    Family("qwen3", "Qwen3ForCausalLM", map_config, get_layer_spec, map_weights, map_vllm_weights)
+    Family(
+        "qwen3",
+        "Qwen3ForCausalLM",
+        map_config,
+        get_layer_spec,
+        map_weights,
+        map_vllm_weights,
+        defaults={"head_dim": 128},
+    )
 )

@@ -111,6 +111,7 @@ def _register(name: str, architecture: str) -> tuple[Family, Family]:
         map_weights,
         map_vllm_weights,
         count_mtp_layers,
+        defaults={"head_dim": 256},
     )
     wrapper = wrap_family(
         text,

@@ -83,5 +83,6 @@ FAMILY = register(
         map_vllm_weights,
         count_mtp_layers,
         map_drafts,
+        defaults={"head_dim": 256},
     )
 )

@@ -13,7 +13,7 @@ import functools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -126,28 +126,66 @@ def load_transformers_config(path: str | Path) -> Any:
 
 def _get_config_class(hf_config: HFConfig) -> tuple[str, Any]:
     """Return the model_type by which transformers has a model, and its class of configs."""
-    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    model_type = str(hf_config.get("model_type"))
-    name = _ALIASES.get(model_type, model_type)
+    name = _get_model_type(hf_config)
     if name not in CONFIG_MAPPING:
-        raise ConfigError(
-            f"config.json: model_type={model_type!r} is not in transformers "
-            f"{transformers.__version__}; allowed: one that is, without code of its own"
-        )
+        raise _build_missing_error(hf_config)
     return name, CONFIG_MAPPING[name]
+
+
+def _get_model_type(hf_config: HFConfig) -> str:
+    """Return the model_type by which transformers has a model."""
+    name = str(hf_config.get("model_type"))
+    return _ALIASES.get(name, name)
+
+
+def _build_missing_error(hf_config: HFConfig) -> ConfigError:
+    import transformers
+
+    return ConfigError(
+        f"config.json: model_type={hf_config.get('model_type')!r} is not in transformers "
+        f"{transformers.__version__}; allowed: one that is, without code of its own"
+    )
+
+
+def build_published_model(hf_config: HFConfig) -> Any:
+    """Build the model that "architectures" names, a wrapper with its tower, on the meta device.
+
+    build_empty_model builds the language model of a wrapper whose images nothing here takes.
+
+    Raises:
+        ConfigError: The installed transformers has no such model.
+    """
+    import torch
+    import transformers
+
+    if "vision_config" not in hf_config or has_images(hf_config):
+        return build_empty_model(hf_config)
+    config, auto_class = _build_config(hf_config), transformers.AutoModelForImageTextToText
+    try:
+        with torch.device("meta"):
+            return auto_class.from_config(config, trust_remote_code=False)
+    except ValueError as error:  # it takes images in another form
+        raise _build_missing_error(hf_config) from error
 
 
 def _build_config(hf_config: HFConfig) -> Any:
     """Return transformers' config of a config.json."""
+    from huggingface_hub.errors import StrictDataclassError
+
     name, config_class = _get_config_class(hf_config)
     fields = {**_select_fields(hf_config), "model_type": name}
     if "text_config" in fields:  # what stands beside it are copies of its fields
         names = {field.name for field in dataclasses.fields(config_class)}
         fields = {name: value for name, value in fields.items() if name in names}
-    # JSON has no infinity: transformers writes it as {"__float__": "Infinity"}.
-    return config_class.from_dict(config_class._decode_special_floats(fields))
+    try:
+        return config_class.from_dict(fields)
+    except (StrictDataclassError, NotImplementedError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"config.json: transformers refuses a field of model_type={name!r}: {reason}"
+        ) from error
 
 
 def expand_config(hf_config: HFConfig) -> HFConfig:
@@ -213,6 +251,25 @@ def map_parameters(model: Any) -> dict[str, Rule]:
         else:
             rules[name] = StackedRows(parts, value.shape[0])
     return rules
+
+
+def name_parameters(model: Any, tensors: Iterable[str]) -> dict[str, str]:
+    """Return the parameter of a model that each tensor of its checkpoint becomes, or is part of."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        rename_source_key,
+    )
+
+    mapping, state = get_model_conversion_mapping(model), model.state_dict()
+    renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+    converters = [item for item in mapping if isinstance(item, WeightConverter)]
+    prefix = model.base_model_prefix
+    return {
+        tensor: rename_source_key(tensor, renamings, converters, prefix, state)[0]
+        for tensor in tensors
+    }
 
 
 def _is_transposed(
@@ -320,7 +377,7 @@ def _map_config(config: HFConfig) -> dict[str, Any]:
         values = layers[0]  # of a model whose layers differ in size
 
     def read(*names: str) -> Any:
-        return next((v for v in (getattr(values, name, None) for name in names) if v), 0)
+        return next((v for v in (_read_field(values, name) for name in names) if v), 0)
 
     heads, num_layers, hidden = (
         read(name) for name in ("num_attention_heads", "num_hidden_layers", "hidden_size")
@@ -386,4 +443,33 @@ def _get_ends(model: Any) -> tuple[Any, Any]:
     return model.get_input_embeddings(), getattr(model, "score", None) if head is None else head
 
 
-register_builder(TRANSFORMERS, build_family)
+def _read_field(values: Any, name: str) -> Any:
+    """Return a field of transformers' config by its usual name; None without it.
+
+    As written: to read one that differs between layers (Gemma 4's head_dim) is an error.
+    """
+    written = values.to_dict()
+    if (key := values.attribute_map.get(name, name)) in written:
+        return written[key]
+    try:
+        return getattr(values, name, None)
+    except NotImplementedError:  # encoder and decoder have their own
+        return None
+
+
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+
+
+def complete_config(hf_config: HFConfig) -> HFConfig:
+    """Return a config.json with the sizes that its class has under names of its own (n_embd)."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    is_known = _get_model_type(hf_config) in CONFIG_MAPPING
+    if not is_known or all(name in hf_config for name in _SIZES):
+        return hf_config
+    values = _build_config(hf_config).get_text_config()
+    sizes = {name: _read_field(values, name) for name in _SIZES if name not in hf_config}
+    return hf_config | {name: size for name, size in sizes.items() if type(size) is int}
+
+
+register_builder(TRANSFORMERS, build_family, complete_config)

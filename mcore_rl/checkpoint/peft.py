@@ -2,7 +2,8 @@
 
 PEFT (https://github.com/huggingface/peft, src/peft/utils/save_and_load.py) reads a folder with
 adapter_config.json and adapter_model.safetensors, whose tensors are called
-`base_model.model.MODULE.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank].
+`base_model.model.MODULE.lora_A.weight` [rank, in] and `...lora_B.weight` [out, rank]. MODULE is one
+of transformers' model, which may have another name, or stack experts that a checkpoint has apart.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +27,12 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.models.base import HFConfig, has_images
-from mcore_rl.models.transformers_model import build_empty_model, map_parameters
+from mcore_rl.models.transformers_model import (
+    build_empty_model,
+    build_published_model,
+    map_parameters,
+    name_parameters,
+)
 from mcore_rl.reshard.rules import Weight, parse_slice
 
 FOLDER = "adapter"  # inside a Hugging Face checkpoint
@@ -42,7 +49,6 @@ _PLAIN_FIELDS: dict[str, tuple[Any, ...]] = {
     "lora_bias": (False, None),
     "layer_replication": (None, []),
     "alora_invocation_tokens": (None, []),
-    "target_parameters": (None, []),
     "trainable_token_indices": (None, []),
     # Others change the base model's weights.
     "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal"),
@@ -94,36 +100,48 @@ def initialize_factor(name: str, seed: int, rank: int, num_inputs: int) -> torch
 
 
 def write_adapters(
-    folder: Path, factors: Callable[[], Iterator[Factors]], rank: int, alpha: float
+    folder: Path,
+    factors: Callable[[], Iterator[Factors]],
+    rank: int,
+    alpha: float,
+    hf_config: HFConfig,
 ) -> None:
-    """Write a folder with all adapters.
+    """Write a folder with all adapters, which PEFT loads into transformers' model.
 
     Args:
-        factors: Called twice, for shapes and for tensors.
+        factors: Called twice, for names and shapes, and for tensors.
+        hf_config: config.json of the base model. If transformers does not have the model, modules
+            have the names of the checkpoint's tensors.
 
     Raises:
         OSError: It cannot be written.
     """
     folder.mkdir(exist_ok=True)
-    plans = [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in _name_tensors(factors())]
+    modules = _plan_modules([f.tensor for f in factors()], hf_config)
+    tensors = partial(_name_tensors, modules=modules)
+    plans = [TensorPlan(n, tuple(t.shape), t.dtype) for n, t in tensors(factors())]
     [shard] = plan_shards(plans, sum(plan.nbytes for plan in plans))
-    write_shard(folder, replace(shard, file=_WEIGHTS), _name_tensors(factors()))
-    config = build_adapter_config([plan.name for plan in plans], rank, alpha)
+    write_shard(folder, replace(shard, file=_WEIGHTS), tensors(factors()))
+    config = build_adapter_config(modules.targets, rank, alpha)
+    if modules.target_parameters:
+        config["target_parameters"] = list(modules.target_parameters)
     (folder / _CONFIG).write_text(json.dumps(config, indent=2) + "\n")
 
 
 def pack_adapters(factors: Iterable[Factors]) -> bytes:
-    """Return all adapters as the bytes of a safetensors file with PEFT's names."""
+    """Return all adapters as the bytes of a safetensors file, with the names of checkpoints."""
     # Tensors of a fused layer share their A, which a file has for each.
-    tensors = {name: value.clone() for name, value in _name_tensors(iter(factors))}
+    tensors = {
+        name: value.clone()
+        for tensor, a, b in factors
+        for name, value in _name_pair(tensor.removesuffix(".weight"), a, b)
+    }
     content: bytes = safetensors.torch.save(tensors)
     return content
 
 
-def build_adapter_config(names: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:
-    """Return adapter_config.json of adapters; `names` are those of their tensors."""
-    suffix = ".lora_A.weight"
-    modules = [name.removesuffix(suffix) for name in names if name.endswith(suffix)]
+def build_adapter_config(targets: Iterable[str], rank: int, alpha: float) -> dict[str, Any]:
+    """Return adapter_config.json of adapters; `targets`: modules, or ends of their names."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -132,16 +150,138 @@ def build_adapter_config(names: Iterable[str], rank: int, alpha: float) -> dict[
         "lora_alpha": alpha,
         "lora_dropout": 0.0,
         "bias": "none",
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": sorted(targets),
     }
 
 
-def _name_tensors(factors: Iterator[Factors]) -> Iterator[tuple[str, torch.Tensor]]:
+def list_targets(names: Iterable[str]) -> set[str]:
+    """Return the last parts of the names of modules, from those of an adapter's tensors."""
+    suffix = ".lora_A.weight"
+    return {n.removesuffix(suffix).rpartition(".")[2] for n in names if n.endswith(suffix)}
+
+
+class _ExpertStack(NamedTuple):
+    """A parameter [experts, out, in], whose adapter is one pair of factors."""
+
+    module: str  # by which PEFT names it
+    tensors: tuple[str, ...]  # of the checkpoint, expert by expert
+    num_experts: int
+
+
+class _Modules(NamedTuple):
+    """The layers of an adapter, as PEFT names them.
+
+    Attributes:
+        names: Module of a tensor of the checkpoint.
+        stacks: Stack that a tensor is part of.
+        targets: target_modules of adapter_config.json.
+        target_parameters: Its target_parameters.
+    """
+
+    names: dict[str, str]
+    stacks: dict[str, _ExpertStack]
+    targets: tuple[str, ...]
+    target_parameters: tuple[str, ...]
+
+
+# Last parts of target_modules that PEFT takes for experts, whatever stands before them, in models
+# whose experts transformers stacks and checkpoints have apart
+# (peft/utils/transformers_weight_conversion.py, _MOE_TARGET_MODULE_MAPPING).
+_EXPERT_TARGETS = {
+    "mixtral": {"gate", "w1", "w2", "w3"},
+    "qwen2_moe": {"gate", "gate_proj", "up_proj", "down_proj"},
+}
+
+
+def _plan_modules(tensors: Sequence[str], hf_config: HFConfig) -> _Modules:
+    """Find the modules of transformers' model that the tensors of a checkpoint belong to."""
+    try:
+        model = build_published_model(hf_config)
+    except ConfigError:  # such as the model of a user's own family
+        names = {tensor: tensor.removesuffix(".weight") for tensor in tensors}
+        return _Modules(names, {}, tuple(names.values()), ())
+    from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
+
+    kinds = {**_MODEL_TO_CONVERSION_PATTERN, "mixtral": "mixtral"}  # the last is PEFT's own
+    expert_targets = _EXPERT_TARGETS.get(kinds.get(model.config.model_type, ""), set())
+    sources: dict[str, list[str]] = {}  # tensors, by parameter
+    for tensor, parameter in name_parameters(model, tensors).items():
+        sources.setdefault(parameter, []).append(tensor)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names, stacks = dict[str, str](), dict[str, _ExpertStack]()
+    modules, parameters, targets = list[str](), list[str](), set[str]()
+    for parameter, parts in sources.items():
+        module = parameter.removesuffix(".weight")
+        if len(shapes.get(parameter, ())) > 2:
+            if expert_targets:  # PEFT stacks them itself
+                names |= {tensor: tensor.removesuffix(".weight") for tensor in parts}
+                targets |= {name.rpartition(".")[2] for name in names.values()} & expert_targets
+                continue
+            # PEFT wraps the module once for each parameter, the last outermost.
+            module = parameter.rpartition(".")[0]
+            later = [
+                name for name in shapes if name.rpartition(".")[0] == module and name in sources
+            ]
+            depth = len(later) - 1 - later.index(parameter)
+            stack = _ExpertStack(module + depth * ".base_layer", tuple(parts), shapes[parameter][0])
+            stacks |= dict.fromkeys(parts, stack)
+            parameters.append(parameter)
+            continue
+        [tensor] = parts
+        names[tensor] = module
+        if module.rpartition(".")[2] in expert_targets:
+            parameters.append(parameter)
+        else:
+            modules.append(module)
+    targets |= _shorten(modules, [name for name, _ in model.named_modules()])
+    return _Modules(names, stacks, tuple(targets), tuple(sorted(parameters)))
+
+
+def _shorten(names: Sequence[str], all_names: Iterable[str]) -> set[str]:
+    """Return the last part of names where all that end in it are meant, else whole names."""
+    other_parts = {name.rpartition(".")[2] for name in set(all_names).difference(names)}
+    last_parts = {name: name.rpartition(".")[2] for name in names}
+    return {name if last in other_parts else last for name, last in last_parts.items()}
+
+
+def _name_tensors(
+    factors: Iterator[Factors], modules: _Modules
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the factors as tensors, by their names in PEFT's file."""
-    for tensor, a, b in factors:
-        module = f"base_model.model.{tensor.removesuffix('.weight')}"
-        yield f"{module}.lora_A.weight", a
-        yield f"{module}.lora_B.weight", b
+    collected: dict[_ExpertStack, dict[str, Factors]] = {}  # of stacks that are not complete
+    for item in factors:
+        if (stack := modules.stacks.get(item.tensor)) is None:
+            yield from _name_pair(modules.names[item.tensor], item.a, item.b)
+            continue
+        parts = collected.setdefault(stack, {})
+        parts[item.tensor] = item
+        if len(parts) == len(stack.tensors):
+            del collected[stack]
+            yield from _name_pair(stack.module, *_stack_factors(stack, parts))
+
+
+def _name_pair(module: str, a: torch.Tensor, b: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    yield f"base_model.model.{module}.lora_A.weight", a
+    yield f"base_model.model.{module}.lora_B.weight", b
+
+
+def _stack_factors(
+    stack: _ExpertStack, parts: Mapping[str, Factors]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return A [experts * rank, in] and B [out, rank * experts] of stacked experts.
+
+    The tensors of an expert in one stack, gate and up, are a fused layer here and share their A.
+    Rows of A are expert by expert, columns of B rank by rank (peft/tuners/lora/layer.py,
+    ParamWrapper.get_delta_weight).
+    """
+    size = len(stack.tensors) // stack.num_experts
+    experts = [
+        [parts[name] for name in stack.tensors[first : first + size]]
+        for first in range(0, len(stack.tensors), size)
+    ]
+    a = torch.cat([expert[0].a for expert in experts])
+    b = torch.stack([torch.cat([part.b for part in expert]) for expert in experts], dim=-1)
+    return a, b.flatten(1)
 
 
 def read_adapter_ranks(folder: str) -> set[int]:

@@ -370,10 +370,10 @@ class ModelWorker:
     def _write_adapters(self, factors: list[Factors]) -> Callable[[Path], None] | None:
         if not factors:
             return None
-        lora = self._spec.engine.lora
+        lora, config = self._spec.engine.lora, self._engine.hf_config
 
         def write(folder: Path) -> None:
-            write_adapters(folder / FOLDER, lambda: iter(factors), lora.rank, lora.alpha)
+            write_adapters(folder / FOLDER, lambda: iter(factors), lora.rank, lora.alpha, config)
 
         return write
 

@@ -301,7 +301,6 @@ def test_separate_adapters_by_peft_arithmetic_are_the_merged_weights(runs, tmp_p
     adapted = dict(base)
     for key in (key for key in factors if key.endswith(".lora_A.weight")):
         module = key.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
-        assert module.rpartition(".")[2] in config["target_modules"]
         product = factors[key.replace("lora_A", "lora_B")].double() @ factors[key].double()
         scale = config["lora_alpha"] / config["r"]
         adapted[f"{module}.weight"] = base[f"{module}.weight"].double() + scale * product

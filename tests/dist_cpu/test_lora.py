@@ -329,7 +329,6 @@ def test_a_run_leaves_its_adapter_in_the_format_of_peft_beside_the_merged_weight
         module = f"base_model.model.{key.removesuffix('.weight')}"
         expected = weight.double()
         if (a := factors.get(f"{module}.lora_A.weight")) is not None:
-            assert key.split(".")[-2] in config["target_modules"]
             expected = expected + 2.0 * factors[f"{module}.lora_B.weight"].double() @ a.double()
             changed += 1
         torch.testing.assert_close(merged[key].double(), expected, rtol=0, atol=1e-6)

@@ -25,6 +25,7 @@ from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
+from mcore_rl.models.base import read_config
 from tests.nightly import all_but
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dist_cpu"))
@@ -136,7 +137,8 @@ class Policies:
             self.models[frozen] = transformers.AutoModelForCausalLM.from_pretrained(self.path)
             factors = merge_random_factors(self.models[frozen], self.base, seed, rank)
             self.folders[frozen] = str(folder / frozen)
-            write_adapters(folder / frozen, partial(iter, factors), rank, ALPHA)
+            config = read_config(self.path)
+            write_adapters(folder / frozen, partial(iter, factors), rank, ALPHA, config)
 
     async def compute_gaps(self, server: VLLMServer) -> tuple[float, float]:
         """Run requests of all policies at once, on the same prompt.

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from mcore_rl.checkpoint.peft import Factors, write_adapters
+from mcore_rl.models.base import read_config
 from tests.e2e.conftest import Job
 from tests.e2e.outcomes import rows_of
 from tests.e2e.processes import lives
@@ -122,11 +123,13 @@ def test_a_frozen_model_judges_the_responses_of_a_run(
     # Its conversations may be longer than those of the policy.
     settings = ["models.judge.max_context=512"]
     if is_adapter:
-        model = AutoModelForCausalLM.from_pretrained(model_of(user_task_settings))
+        path = model_of(user_task_settings)
+        model = AutoModelForCausalLM.from_pretrained(path)
         weight = model.model.layers[0].self_attn.o_proj.weight
         a, b = torch.randn(2, weight.shape[1]), 0.01 * torch.randn(weight.shape[0], 2)
         factors = Factors("model.layers.0.self_attn.o_proj.weight", a, b)
-        write_adapters(tmp_path / "adapter", lambda: iter([factors]), 2, 1.0)
+        config = read_config(path)
+        write_adapters(tmp_path / "adapter", lambda: iter([factors]), 2, 1.0, config)
         settings = [
             f"models.judge.adapter={tmp_path / 'adapter'}", "rollout.lora=adapter",
             "actor.lora.rank=4", "actor.lora.targets=[linear_qkv]",

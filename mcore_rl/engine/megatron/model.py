@@ -239,9 +239,9 @@ def build_transformer_config(
         config = config_class(**fields, **engine_fields, **{**flags, **passed})
     except (ValueError, AssertionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"megatron={engine.megatron}: Megatron refuses it with this model and layout: {reason}"
-        ) from error
+        settings = passthrough.describe_settings(engine, reason)
+        message = f"{settings}: Megatron refuses it with this model and layout: {reason}"
+        raise ConfigError(message) from error
     return config, arguments
 
 

@@ -12,6 +12,7 @@ import re
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from typing import Any
 
 import torch
@@ -337,6 +338,20 @@ def read_engine_fields(engine: EngineConfig) -> PassedFields:
     }
     optimizer = {**passed.optimizer, "fp8_recipe": fp8.recipe}
     return PassedFields({**passed.model, **fields}, passed.ddp, optimizer)
+
+
+def describe_settings(engine: EngineConfig, reason: str) -> str:
+    """Return the settings that a refusal of Megatron is about, by the fields that it names."""
+    words = set(re.findall(r"\w+", reason))
+    owners = (setting for name, setting in OWNED.items() if name in words and setting != _MODEL)
+    names = {owner.removeprefix("{key}.") for owner in owners} - {"model.dtype", "{key}"}
+    settings = {f"megatron.{name}": engine.megatron[name] for name in words & set(engine.megatron)}
+    settings |= {name: reduce(getattr, name.split("."), engine) for name in names}
+    if not settings:
+        settings = {f"megatron.{name}": value for name, value in engine.megatron.items()}
+    if not settings:
+        settings = {f"layout.{name}": size for name, size in vars(engine.layout).items() if size}
+    return ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
 
 
 def check_fields(key: str, engine: EngineConfig, lane: str) -> None:

@@ -22,7 +22,7 @@ from vllm.lora.request import LoRARequest
 from vllm.platforms import current_platform
 from vllm.v1.worker import lora_model_runner_mixin
 
-from mcore_rl.checkpoint.peft import build_adapter_config, read_adapter_ranks
+from mcore_rl.checkpoint.peft import build_adapter_config, list_targets, read_adapter_ranks
 from mcore_rl.models.base import read_config
 from mcore_rl.models.transformers_model import build_empty_model
 
@@ -132,7 +132,9 @@ class MemoryLoRAManager(worker_manager.LRUCacheWorkerLoRAManager):
         return LoRAModel.from_lora_tensors(
             lora_model_id=lora_request.lora_int_id,
             tensors=dict(tensors),
-            peft_helper=PEFTHelper.from_dict(build_adapter_config(tensors, rank, alpha)),
+            peft_helper=PEFTHelper.from_dict(
+                build_adapter_config(list_targets(tensors), rank, alpha)
+            ),
             device="cpu",
             dtype=self.lora_config.lora_dtype,
             weights_mapper=None if mapper is None else mapper.get_rename_mapper(),

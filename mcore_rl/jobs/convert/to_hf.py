@@ -310,5 +310,5 @@ def _finish(
     if adapted is not None:
         assert adapted.lora is not None
         adapters = MegatronTensors(adapted.reader, adapted.parameters)
-        rank, alpha = adapted.lora["rank"], adapted.lora["alpha"]
-        peft.write_adapters(folder / peft.FOLDER, adapters.read_all_factors, rank, alpha)
+        rank, alpha, config = adapted.lora["rank"], adapted.lora["alpha"], read_config(folder)
+        peft.write_adapters(folder / peft.FOLDER, adapters.read_all_factors, rank, alpha, config)

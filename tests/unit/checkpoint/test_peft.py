@@ -30,7 +30,7 @@ QWEN = {**MODEL, "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}
 def make_adapter(folder: Path, rank: int = 3) -> Path:
     """Write an adapter of a layer's queries, as a run exports it."""
     factors = Factors(f"{MODULE}.weight", torch.ones(rank, 16), torch.ones(16, rank))
-    write_adapters(folder, lambda: iter([factors]), rank, alpha=6.0)
+    write_adapters(folder, lambda: iter([factors]), rank, 6.0, QWEN)
     return folder
 
 

@@ -194,9 +194,9 @@ def test_megatron_gets_a_recipe_of_float8_with_weights_in_bfloat16(recipe, monke
     monkeypatch.setattr(
         "megatron.core.transformer.transformer_config.is_te_min_version", lambda *_, **__: True
     )
-    config = build_config(EngineConfig(fp8=Float8Config(recipe, "hybrid", bf16_layers_at_end=2)))
+    config = build_config(EngineConfig(fp8=Float8Config(recipe, "hybrid", 1, 2)))
     assert (config.fp8, config.fp8_recipe) == ("hybrid", recipe) and config.first_last_layers_bf16
-    assert (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == (0, 2)
+    assert (config.num_layers_at_start_in_bf16, config.num_layers_at_end_in_bf16) == (1, 2)
     assert config.params_dtype == torch.bfloat16 and not config.fp8_param
     assert config.moe_router_padding_for_quantization is False
     passed = passthrough.read_engine_fields(EngineConfig(fp8=Float8Config(recipe)))
@@ -273,6 +273,11 @@ _ODD_HEADS, _ODD_LATENTS = {"head_dim": 36}, {"q_lora_rank": 1000}
             "'mxfp8' with k.layout.tp=2: .* 32, and a rank's .*mlp.linear_fc2.weight has 2048 x 30",
         ),
         (
+            _DENSE | {"mlp_only_layers": [46]},
+            {"fp8": Float8Config("mxfp8", "e4m3", 2, 1), "layout": Layout(tp=2)},
+            "'mxfp8' with k.layout.tp=2: .* 32, and a rank's .*46.mlp.linear_fc2.weight has 2048 x",
+        ),
+        (
             QWEN3_30B_A3B,
             {"fp8": Float8Config("mxfp8"), "layout": Layout(dp=16, etp=16)},
             "'mxfp8' with k.layout.etp=16: .*mlp.experts.linear_fc2.weight0 has 2048 x 48; allowed",
@@ -299,6 +304,10 @@ def test_a_layer_that_float8_products_do_not_take_is_refused_before_a_run(
         (
             _DENSE,
             {"fp8": Float8Config("mxfp8", bf16_layers_at_start=1), "layout": Layout(tp=2)},
+        ),
+        (
+            _DENSE | {"mlp_only_layers": [47]},
+            {"fp8": Float8Config("mxfp8", bf16_layers_at_end=1), "layout": Layout(tp=2)},
         ),
         ({**DEEPSEEK_V3, "hidden_size": 7184}, {"fp8": BLOCKWISE, "layout": Layout(tp=2)}),
     ],
@@ -379,6 +388,7 @@ def test_what_megatron_refuses_of_a_combination_names_the_setting():
     stages = split_into_chunks(Layout(), QWEN3_30B_A3B["num_hidden_layers"])
     arguments = get_family(QWEN3_30B_A3B), QWEN3_30B_A3B, engine, torch.float32, stages
     with pytest.raises(
-        ConfigError, match=r"^megatron={'fine_.*: Megatron refuses it with this mod"
+        ConfigError,
+        match=r"^megatron.fine_grained_activation_offloading=True.*: Megatron refuses it with",
     ):
         model.build_transformer_config(*arguments)

@@ -383,7 +383,7 @@ def make_adapter(rank: int) -> None:
     out, width = config["hidden_size"], config["num_attention_heads"] * config["head_dim"]
     name = "model.layers.0.self_attn.o_proj.weight"
     factors = Factors(name, torch.ones(rank, width), torch.ones(out, rank))
-    write_adapters(Path("earlier"), lambda: iter([factors]), rank, 8.0)
+    write_adapters(Path("earlier"), lambda: iter([factors]), rank, 8.0, config)
 
 
 def test_an_adapter_of_a_frozen_model_is_shown_on_the_policys_servers(place, monkeypatch, capfd):
