@@ -40,7 +40,7 @@ def check_pickle(data: bytes, opcodes: Collection[str] | None = None) -> None:
     """
     stack: list[Any] = []
     marks: list[int] = []
-    memo: dict[int, Any] = {}
+    memo: dict[Any, Any] = {}
     num_left, position = _MIN_NODES + 16 * len(data), 0
     leaves = frozenset(_LEAVES.split())
     allowed = None if opcodes is None else frozenset(opcodes)
