@@ -392,3 +392,18 @@ def test_what_megatron_refuses_of_a_combination_names_the_setting():
         match=r"^megatron.fine_grained_activation_offloading=True.*: Megatron refuses it with",
     ):
         model.build_transformer_config(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings"),
+    [
+        ("num_experts must divide expert_model_parallel_size", "layout.ep=4"),
+        ("moe_token_dispatcher_type and tensor_model_parallel_size", "layout.tp=2, moe.disp"),
+        ("a rule that names no field", "layout.cp=1, layout.dp="),
+    ],
+)
+def test_what_megatron_refuses_without_fields_of_it_names_the_settings_it_is_about(
+    reason, settings
+):
+    engine = EngineConfig(layout=Layout(tp=2, ep=4))
+    assert passthrough.describe_settings(engine, reason).startswith(settings)
