@@ -87,8 +87,8 @@ class Vision:
                 logits = self.references[seed](input_ids=torch.tensor([ids])).logits[0]
             labels = torch.tensor(ids[1:])[:, None]
             expected = logits[:-1].log_softmax(-1).gather(1, labels)[:, 0]
-        own = torch.tensor(completion.log_probs[: len(response)])
-        gaps = (expected[len(prompt) - 1 :] - own).abs()[first:]
+        log_probs = torch.tensor(completion.log_probs[: len(response)])
+        gaps = (expected[len(prompt) - 1 :] - log_probs).abs()[first:]
         return float(gaps.max()) if len(gaps) else 0.0
 
 
@@ -222,7 +222,7 @@ def test_requests_in_the_queue_read_nothing_that_older_weights_have_cached(visio
         assert vision.get_gap(1, prompt, completion) < 1e-4
 
 
-def test_prompt_of_which_an_update_in_flight_found_a_part_computed_starts_again(vision):
+def test_half_computed_prompt_starts_again_after_an_update_in_flight(vision):
     vision.take(0)
     prompt = [20 + i % 200 for i in range(LONG)]
 
