@@ -243,10 +243,9 @@ def get_family(config: HFConfig) -> Family:
 def _refuses(family: Family, config: HFConfig) -> bool:
     """Return whether a family here lacks what config.json asks for, which transformers may have."""
     try:
-        family.config_map(config)
+        return not family.config_map(config)
     except ConfigError:
         return True
-    return False
 
 
 def get_frozen_prefixes(config: HFConfig) -> tuple[str, ...]:

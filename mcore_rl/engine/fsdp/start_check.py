@@ -62,7 +62,7 @@ _ERRORS = (
 
 @dataclass(frozen=True, slots=True)
 class StartCheck:
-    """What a model is compared by.
+    """Comparison of a model with transformers' own eager model.
 
     Args:
         settings: Scores of a language model. None: the states of a value model, whose head may be
@@ -379,5 +379,5 @@ def _draw_weights(model: Any, device: torch.device, *, shares_experts: bool) -> 
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if id(module) in stacks and parameter is not None and parameter.dim() > 2:
-                whole = parameter.expand(module.num_experts, *parameter.shape[1:])
-                module._parameters[name] = torch.nn.Parameter(whole, requires_grad=False)
+                stack = parameter.expand(module.num_experts, *parameter.shape[1:])
+                module._parameters[name] = torch.nn.Parameter(stack, requires_grad=False)
