@@ -6,6 +6,8 @@ loses them with the node of a server. Models of ranks refuse what real ones cann
 the states of `mcore_rl.inference.lifecycle`, and roles that share devices have them by turns.
 
 A run that ends by a signal or a death goes on from its last checkpoint, in a new process.
+
+Long because: models of ranks, of their devices and of the store check each other.
 """
 
 from __future__ import annotations
@@ -248,11 +250,11 @@ class Occupancy:
     def list_others(self, role: str) -> list[str]:
         """Return the roles with something on the devices that a role shares."""
         placement = self.config.placement
-        others = [r for r in self.models if r != role and are_colocated(placement, role, r)]
+        sharers = [r for r in self.models if r != role and are_colocated(placement, role, r)]
         if role == "rollout" or not are_colocated(placement, role, "rollout"):
-            return others
+            return sharers
         awake = [s for s in self.servers.values() if s.state not in (State.NEW, State.ASLEEP)]
-        return others + [f"server {server.number}" for server in awake]
+        return sharers + [f"server {server.number}" for server in awake]
 
 
 class FuzzServer(SimulatedServer):
@@ -296,8 +298,8 @@ class FuzzServer(SimulatedServer):
         self.state = TRANSITIONS[call, self.state]
 
     def _check_devices(self, what: str, allowed: Sequence[str] = ()) -> None:
-        others = {*self._fuzz.occupancy.list_others("rollout")} - {*allowed}
-        assert not others, f"server {self.number} {what} where {sorted(others)} are"
+        sharers = {*self._fuzz.occupancy.list_others("rollout")} - {*allowed}
+        assert not sharers, f"server {self.number} {what} where {sorted(sharers)} are"
 
     def _check_no_requests(self, what: str) -> None:
         running = [group.group_id for group in self._groups.values() if group.num_left]
@@ -423,16 +425,16 @@ class FuzzRanks(SimulatedRanks):
         return self._run_model(call)
 
     def _check_devices(self, what: str) -> None:
-        others = self._fuzz.occupancy.list_others(self._role)
+        sharers = self._fuzz.occupancy.list_others(self._role)
         if what == "send_weights":  # into servers beside it, which have room for weights
-            others = [
+            sharers = [
                 other
-                for other in others
+                for other in sharers
                 if not other.startswith("server ")
                 or self._fuzz.occupancy.servers[int(other.split()[1])].state
                 not in (State.EMPTY, State.LOADED)
             ]
-        assert not others, f"{self._role}.{what} where {others} are"
+        assert not sharers, f"{self._role}.{what} where {sharers} are"
 
     def _run_model(self, call: RankCall) -> tuple[float, Any, Sequence[Batch]]:
         args, kwargs = call.fetch_arguments()
