@@ -160,7 +160,10 @@ def test_choices_and_a_stream_of_them_are_branches_with_the_tokens_that_were_sen
 
     async def program(task: Task, base_url: str, api_key: str) -> None:
         ai = client(base_url, api_key)
-        answer = await ai.chat.completions.create(**build_request(list(QUESTION), n=2))
+        # The turns of a branch share the response, so the first leaves some of it.
+        answer = await ai.chat.completions.create(
+            **build_request(list(QUESTION), n=2, max_tokens=12)
+        )
         seen.extend(choice.model_extra["token_ids"] for choice in answer.choices)
         usage, texts = None, ["", "", ""]
         messages = [*QUESTION, answer.choices[1].message, AGAIN]

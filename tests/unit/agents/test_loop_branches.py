@@ -224,4 +224,5 @@ def test_the_span_of_a_refused_call_has_its_tokens(family):
     ]
     assert {call.status for call in parsed.calls} <= {"malformed", "unknown_tool"}
     assert [span.removesuffix("<|call|>") for span in spans] == [text for text in calls if text]
+    assert max(call.span[1] for call in parsed.calls) <= len(ids)
     assert parsed.reasoning == "A door?"
