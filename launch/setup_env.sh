@@ -60,7 +60,10 @@ python_version() { "$1" -c 'import sys; print("%d.%d.%d" % sys.version_info[:3])
 # shims/, run only the versions that pyenv has selected.
 list_pythons() {
     local shim root
-    echo "$1"
+    for shim in $(type -aP "$1"); do
+        # Not that of an activated environment: it goes when the environment is made anew.
+        [[ $shim == "$PWD/$venv/"* ]] || echo "$shim"
+    done
     shim=$(command -v "$1" || true)
     for root in "${PYENV_ROOT:-}" "${shim%/shims/*}" "${HOME:-}/.pyenv"; do
         compgen -G "$root/versions/*/bin/$1" || true

@@ -185,6 +185,19 @@ def test_a_version_of_pyenv_is_taken_that_pyenv_has_not_selected(tmp_path, place
     assert f"cpu lane, {root}/versions/3.12.9/bin/python3.12 3.12.9" in message
 
 
+def test_python_of_the_activated_environment_is_not_taken_for_the_new_one(tmp_path):
+    for folder, version in ((".venv/bin", "3.12.1"), ("elsewhere", "3.12.2")):
+        (tmp_path / folder).mkdir(parents=True)
+        python = tmp_path / folder / "python3.12"
+        python.write_text(f"#!/bin/sh\n[ $1 = -c ] && echo {version}\n")
+        python.chmod(0o755)
+    message = set_up(
+        tmp_path, is_begun=True, MCORE_RL_LANE="cpu", HOME=str(tmp_path), PYENV_ROOT="",
+        PATH=f"{tmp_path}/.venv/bin:{tmp_path}/elsewhere:/usr/bin:/bin",
+    )  # fmt: skip
+    assert f"cpu lane, {tmp_path}/elsewhere/python3.12 3.12.2" in message
+
+
 def test_without_an_interpreter_that_is_allowed_the_message_says_what_to_install(tmp_path):
     commands = tmp_path / "commands"
     commands.mkdir()
