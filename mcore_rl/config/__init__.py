@@ -1,1 +1,1 @@
-"""Every setting, its default, and the rules between settings; how files are opened and published."""
+"""Every setting, its default and the rules between settings; how files are opened and published."""
