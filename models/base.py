@@ -82,7 +82,7 @@ class Family:
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
     vllm_drafts: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     frozen_prefixes: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 _FAMILIES: dict[str, Family] = {}
@@ -180,11 +180,12 @@ def read_config_file(path: Path) -> HFConfig:
     config = _decode_numbers(config)
     if isinstance(text_config := config.get("text_config"), dict):
         config = {**text_config, **config}
-    if (family := _find_family(config)) is not None:
-        config = {**family.defaults, **config}
-    elif get_user_family() == TRANSFORMERS:
-        config = _COMPLETERS[TRANSFORMERS](config)
     check_fields(config)
+    if (family := _find_family(config)) is not None:
+        return {**family.defaults, **config}
+    if get_user_family() == TRANSFORMERS:
+        config = _COMPLETERS[TRANSFORMERS](config)
+        check_fields(config)
     return config
 
 

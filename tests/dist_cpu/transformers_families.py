@@ -98,6 +98,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2,
     },
     "laguna": {"num_attention_heads_per_layer": None},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
     "modernbert-decoder": {"bos_token_id": 2},

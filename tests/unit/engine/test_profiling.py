@@ -70,11 +70,12 @@ def test_export_ends_at_the_largest_size(tmp_path, largest_file):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_full_disk_is_a_reason_and_leaves_nothing(tmp_path):
-    (tmp_path / ".actor-0.json.gz.partial").symlink_to("/dev/full")
+def test_name_that_is_taken_by_a_folder_is_a_reason_and_leaves_nothing(tmp_path):
+    taken = tmp_path / "actor-0.json.gz"
+    taken.mkdir()
     reason = profile_product(tmp_path / "actor-0", 1 << 30)
-    assert reason == "actor-0.json.gz cannot be written: [Errno 28] No space left on device"
-    assert [*tmp_path.iterdir()] == []
+    assert reason.startswith("actor-0.json.gz cannot be written: [Errno 21] Is a directory")
+    assert [*tmp_path.rglob("*")] == [taken]
 
 
 @pytest.mark.parametrize("method", ["stop", "export_chrome_trace"])
