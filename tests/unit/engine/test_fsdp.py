@@ -244,10 +244,10 @@ def test_factors_of_each_layer_start_from_other_numbers_at_any_number_of_ranks()
                 parts[weight.name].append(rows)
         return {name: torch.cat(rows) for name, rows in parts.items()}
 
-    whole = initialize(1, seed=0)
-    a = {name: value for name, value in whole.items() if name.endswith("lora_A")}
-    assert 2 * len(a) == len(whole) and len(a) == 2 * 7  # linear layers of two decoder layers
-    assert not any(value.any() for name, value in whole.items() if name not in a)
+    single_rank = initialize(1, seed=0)
+    a = {name: value for name, value in single_rank.items() if name.endswith("lora_A")}
+    assert 2 * len(a) == len(single_rank) and len(a) == 2 * 7  # linear layers of two decoder layers
+    assert not any(value.any() for name, value in single_rank.items() if name not in a)
     starts = [value[0, :4] for value in (*a.values(), *initialize(1, seed=1).values())]
     starts = [start for start in starts if start.any()]
     assert len(torch.stack(starts).unique(dim=0)) == len(starts) == 2 * len(a)
@@ -255,7 +255,7 @@ def test_factors_of_each_layer_start_from_other_numbers_at_any_number_of_ranks()
         assert value.abs().max() <= value.shape[1] ** -0.5 < 1.2 * value.abs().max(), name
     for num_ranks in (2, 3, 5):  # some have no row
         parts = initialize(num_ranks, seed=0)
-        assert all(torch.equal(parts[name], value) for name, value in whole.items())
+        assert all(torch.equal(parts[name], value) for name, value in single_rank.items())
 
 
 @pytest.mark.parametrize(

@@ -97,8 +97,8 @@ def test_memory_report_counts_what_is_on_the_host_and_not_on_the_device():
     model.register_buffer("steps", torch.zeros(5))
     model.weight.grad = torch.zeros_like(model.weight)  # 6 numbers
     mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
-    here = build_memory_report([model], None, (), mirrors)
-    assert (here.parameters_bytes, here.gradients_bytes, here.on_device_bytes) == (52, 24, 76)
+    before = build_memory_report([model], None, (), mirrors)
+    assert (before.parameters_bytes, before.gradients_bytes, before.on_device_bytes) == (52, 24, 76)
     mirrors["parameters"].offload([*model.parameters(), *model.buffers()], CPU)
     away = build_memory_report([model], None, ("parameters",), mirrors)
     assert (away.parameters_bytes, away.gradients_bytes, away.on_device_bytes) == (52, 24, 24)
