@@ -18,6 +18,7 @@ import transformers
 from lora_jobs import SCALE, Adapted, join_factors
 from safetensors.torch import load_file, save_file
 
+from mcore_rl.checkpoint.peft import initialize_factor
 from mcore_rl.config.schema import Layout
 from mcore_rl.engine.worker import ModelWorker
 from tests.nightly import all_but
@@ -91,6 +92,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     alone = Layout(pp=2, first_stage_layers=0)
     add("embedding alone", lora_jobs.steps, "qwen3", alone, batch)
     resume, resumed = lora_jobs.resume, lora_jobs.resumed
+    add("resume embedding alone", resume, "qwen3", alone, batch, folder / "alone", "float32")
     for dtype, name in (("float32", "tp2etp2"), ("bfloat16", "tp2ep2")):
         add(f"resume {dtype}", resume, "qwen3_moe", moe[name], batch, written[dtype], dtype)
     add("resumed", resumed, "qwen3_moe", moe["one"], batch, written["float32"], "float32")
@@ -216,6 +218,14 @@ def test_every_rank_holds_its_part_of_the_factors_of_one_rank(runs, model, layou
 
 
 @pytest.mark.parametrize("model", LAYOUTS)
+def test_factors_start_from_the_seed_of_the_run(runs, model):
+    seed = ranks.build_engine_spec(Path(), Layout()).seed
+    for factors in runs.get_reference(model)["factors"]:
+        expected = initialize_factor(factors["A_of"], seed, *factors["A"].shape)
+        assert torch.equal(factors["A"], expected), factors["A_of"]
+
+
+@pytest.mark.parametrize("model", LAYOUTS)
 def test_the_steps_do_train_factors(runs, model):
     """Guards the tests above: two steps at this rate move factors far beyond their tolerance.
 
@@ -262,9 +272,10 @@ def test_a_pipeline_stage_may_have_nothing_to_train(runs):
     check_weights(runs.results["embedding alone"][0]["trained"], reference["trained"])
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, dtype):
-    for result in runs.results[f"resume {dtype}"]:
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "embedding alone"])
+def test_two_steps_after_a_resume_equal_those_without_a_stop(runs, name):
+    """Also if rank 0, which writes the count of Adam's steps, has nothing to train."""
+    for result in runs.results[f"resume {name}"]:
         assert result["resumed"]["steps"] == result["steps"][2:]
         for name, tensor in result["trained"].items():
             assert torch.equal(result["resumed"]["trained"][name], tensor), name

@@ -129,9 +129,9 @@ def load(
             extra = {n: None for n in chunk.state_dict() if n.endswith("._extra_state")}
             chunk.load_state_dict(extra | loaded)
         if optimizer is not None:
-            _load_moments(
-                optimizer, _merge_loaded_shards(optimizer_shards, state["shards"], optimizer)
-            )
+            # Megatron leaves out what is empty: the stage of this rank may have nothing to train.
+            shards = state.get("shards", {})
+            _load_moments(optimizer, _merge_loaded_shards(optimizer_shards, shards, optimizer))
     if optimizer is not None and schedule is not None:
         _set_step_counts(optimizer, state["optimizer_steps"])
         schedule.num_steps = state["schedule_steps"]

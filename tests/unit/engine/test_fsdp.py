@@ -21,8 +21,10 @@ from mcore_rl.config.schema import (
     RecomputeConfig,
 )
 from mcore_rl.engine.base import check_engine_settings, load_backend
+from mcore_rl.engine.fsdp import lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, MaskRule, describe_mask, register_functions
 from mcore_rl.engine.fsdp.model import ShardedPolicy, allocate
+from mcore_rl.engine.steps import ScoreSettings
 from mcore_rl.models.base import get_family, get_model_sizes, use_family
 from mcore_rl.models.transformers_model import build_empty_model, map_sharded_weights
 from mcore_rl.reshard.layout import ShardedRanks
@@ -181,6 +183,95 @@ def test_rows_of_logits_are_those_of_the_response_if_a_family_returns_all():
     root.model.states = torch.randn(1, 7, 4)
     with pytest.raises(ValueError, match="7 rows for 3 tokens"):
         root(micro, None, settings)
+
+
+@pytest.mark.parametrize("has_plain_head", [True, False])
+def test_every_score_is_that_of_the_softmax_of_the_logits(has_plain_head):
+    """A head that caps its logits, as Gemma 2's, has the scores of a plain one."""
+
+    class Capped(_Model):
+        def forward(self, logits_to_keep: torch.Tensor, **inputs: Any) -> Any:
+            logits = super().forward(logits_to_keep, **inputs).logits
+            return SimpleNamespace(logits=(logits / 0.5).tanh() * 0.5)
+
+    torch.manual_seed(0)
+    root = ShardedPolicy(_Model() if has_plain_head else Capped())
+    root.has_plain_head = has_plain_head
+    ids, rows, targets = torch.arange(3)[None], torch.tensor([0, 2]), torch.tensor([3, 5])
+    teacher_ids = torch.tensor([[8, 0], [1, 5]])
+    micro = SimpleNamespace(
+        input_ids=ids, position_ids=ids, hidden_rows=rows, model_inputs={}, targets=targets,
+        columns={"teacher_ids": teacher_ids},
+    )  # fmt: skip
+    settings = ScoreSettings(
+        temperature=0.7, chunk_bytes=0, with_entropy=True, with_squares=True, num_top=3
+    )
+    logits = (root.model.states[0, rows] @ root.model.head.weight.t()).double()
+    logits = logits if has_plain_head else (logits / 0.5).tanh() * 0.5
+    policy = torch.distributions.Categorical(logits=logits / 0.7)
+    top = policy.logits.topk(3)
+    expected = {
+        "log_probs": policy.log_prob(targets),
+        "chosen_log_probs": policy.logits.gather(1, teacher_ids),
+        "entropy": policy.entropy(),
+        "sum_pi_squared": policy.probs.square().sum(1),
+        "top_log_probs": top.values,
+        "top_ids": top.indices,
+    }
+    scores = root(micro, None, settings)
+    assert scores.keys() == expected.keys()
+    for name, values in expected.items():
+        torch.testing.assert_close(scores[name], values.to(scores[name].dtype), msg=name)
+    no_gradient = ("sum_pi_squared", "top_log_probs", "top_ids")
+    assert not any(scores[name].requires_grad for name in no_gradient)
+
+
+def test_factors_of_each_layer_start_from_other_numbers_at_any_number_of_ranks():
+    model = build_empty_model(GEMMA)
+    lora.attach_adapters(model, LoRAConfig(rank=3))
+    weights = lora.map_factors(model)
+
+    def initialize(num_ranks: int, seed: int) -> dict[str, torch.Tensor]:
+        parts: dict[str, list[torch.Tensor]] = {weight.name: [] for weight in weights}
+        for rank in range(num_ranks):
+            shards = [(weight, Shard(rank, num_ranks)) for weight in weights]
+            local = [
+                (weight, shard, torch.full(weight.rule.get_local_shape(shard), torch.nan))
+                for weight, shard in shards
+            ]
+            lora.initialize_factors(local, seed)
+            for weight, _, rows in local:
+                parts[weight.name].append(rows)
+        return {name: torch.cat(rows) for name, rows in parts.items()}
+
+    single_rank = initialize(1, seed=0)
+    a = {name: value for name, value in single_rank.items() if name.endswith("lora_A")}
+    assert 2 * len(a) == len(single_rank) and len(a) == 2 * 7  # linear layers of two decoder layers
+    assert not any(value.any() for name, value in single_rank.items() if name not in a)
+    starts = [value[0, :4] for value in (*a.values(), *initialize(1, seed=1).values())]
+    starts = [start for start in starts if start.any()]
+    assert len(torch.stack(starts).unique(dim=0)) == len(starts) == 2 * len(a)
+    for name, value in a.items():  # kaiming_uniform_ with a = sqrt(5), as in PEFT
+        assert value.abs().max() <= value.shape[1] ** -0.5 < 1.2 * value.abs().max(), name
+    for num_ranks in (2, 3, 5):  # some have no row
+        parts = initialize(num_ranks, seed=0)
+        assert all(torch.equal(parts[name], value) for name, value in single_rank.items())
+
+
+@pytest.mark.parametrize(
+    ("model_class", "trained_head"),
+    [
+        (transformers.Gemma3ForCausalLM, set()),
+        (transformers.Qwen3ForTokenClassification, {"score.weight", "score.bias"}),
+    ],
+)
+def test_with_adapters_only_factors_and_a_value_head_are_trained(model_class, trained_head):
+    with torch.device("meta"):
+        model = model_class(model_class.config_class(**_SHAPE, tie_word_embeddings=False))
+    lora.attach_adapters(model, LoRAConfig(rank=3))
+    trained = {name for name, value in model.named_parameters() if value.requires_grad}
+    factors = {weight.name for weight in lora.map_factors(model)}
+    assert factors and trained == factors | trained_head
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,44 @@ def test_initial_factors_depend_on_name_and_seed_alone():
     assert not torch.equal(a, initialize_factor("layer.weight", 1, 4, 16))
 
 
+def test_adapters_of_layers_and_experts_and_seeds_start_from_other_numbers():
+    """No two are alike: the name on disk has the global numbers of layer and expert."""
+    name = "decoder.layers.{layer}.mlp.experts.linear_fc1.weight{expert}"
+    coordinate = Mesh(Layout()).get_coordinate(0)
+    initial = [
+        Adapter(
+            torch.zeros(6, 4),
+            FactorShard.build(
+                Weight(name, Split(UP, 0), "etp", layer=layer, expert=expert),
+                Shard(0, 1),
+                coordinate,
+                cp=1,
+            ),
+            CONFIG,
+            seed,
+        ).A
+        for layer in (0, 1, 11)
+        for expert in (0, 1, 11)
+        for seed in (0, 1)
+    ]
+    values = torch.stack(initial).flatten(1)
+    assert len(values.unique(dim=0)) == len(initial)
+
+
+@pytest.mark.parametrize("seed", [0, 7])
+def test_a_layer_starts_from_the_numbers_of_its_place_in_the_whole_model_on_any_stage(seed):
+    layout = Layout(pp=2)
+    mesh, placement = Mesh(layout), WeightPlacement(Mesh(layout), split_into_chunks(layout, 2), 1)
+    weights = [weight._replace(layer=layer) for layer in (0, 1) for weight in WEIGHTS]
+    for rank in (0, 1):  # one layer each
+        model = Layers()
+        attach_adapters([model], weights, placement, mesh.get_coordinate(rank), CONFIG, seed)
+        for adapter, name, num_inputs in zip(adapters(model), (FC1, FC2), (4, 6), strict=True):
+            expected = initialize_factor(name.format(layer=rank), seed, CONFIG.rank, num_inputs)
+            assert torch.equal(adapter.A, expected)
+            assert not adapter.B.any()
+
+
 def test_a_rank_starts_from_its_columns_of_the_whole_factor():
     mesh = Mesh(Layout(tp=2))
     weight = Weight(FC2, Split(DOWN, 1), "tp", layer=0)

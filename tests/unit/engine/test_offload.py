@@ -1,13 +1,16 @@
 """Storages freed and made again: every view has its values, and what was elsewhere stays there."""
 
+from collections.abc import Iterable
+from types import SimpleNamespace
+
 import psutil
 import pytest
 import torch
 
 from mcore_rl.engine import offload
 from mcore_rl.engine.base import MALLOC_VARIABLES
-from mcore_rl.engine.megatron.offload import move_parts
-from mcore_rl.engine.offload import HostMirror
+from mcore_rl.engine.megatron.offload import build_memory_report, move_parts
+from mcore_rl.engine.offload import HostMirror, move_storages
 
 CPU = torch.device("cpu")
 
@@ -55,6 +58,50 @@ def test_on_the_cpu_lane_parameters_stay_where_they_are():
     before = model.weight.data_ptr()
     move_parts([model], None, "host", ["parameters", "optimizer state", "gradients"], {})
     assert model.weight.data_ptr() == before
+
+
+class MirrorOfHost(HostMirror):
+    """A mirror whose device is this host's memory, under the name of another device."""
+
+    def offload(self, tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+        assert device == torch.device("meta")
+        super().offload(tensors, CPU)
+
+
+def test_named_parts_move_once_and_return_alone(monkeypatch):
+    num_trims = []
+    module = SimpleNamespace(empty_cache=lambda: num_trims.append(1))
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    tensors = {"parameters": torch.arange(5.0), "optimizer state": torch.arange(7.0)}
+    expected = {part: tensor.clone() for part, tensor in tensors.items()}
+    mirrors = {part: MirrorOfHost() for part in tensors}
+
+    def move(place: str, *parts: str) -> list[int]:
+        listed = {part: lambda part=part: [tensors[part]] for part in tensors}
+        move_storages(listed, place, parts, mirrors, torch.device("meta"))
+        return [tensor.untyped_storage().nbytes() for tensor in tensors.values()]
+
+    assert move("host", "gradients") == [20, 28]  # not one of these
+    assert move("host", "parameters") == [0, 28]
+    assert move("host", "parameters", "optimizer state") == [0, 0]  # one is away already
+    assert len(num_trims) == 3
+    assert move("device", "optimizer state", "gradients") == [0, 28]
+    assert move("device", "parameters") == [20, 28]
+    assert move("device", "parameters") == [20, 28]
+    assert len(num_trims) == 3  # what returns needs the memory
+    assert all(torch.equal(tensors[part], expected[part]) for part in tensors)
+
+
+def test_memory_report_counts_what_is_on_the_host_and_not_on_the_device():
+    model = torch.nn.Linear(3, 2)  # 8 numbers
+    model.register_buffer("steps", torch.zeros(5))
+    model.weight.grad = torch.zeros_like(model.weight)  # 6 numbers
+    mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
+    before = build_memory_report([model], None, (), mirrors)
+    assert (before.parameters_bytes, before.gradients_bytes, before.on_device_bytes) == (52, 24, 76)
+    mirrors["parameters"].offload([*model.parameters(), *model.buffers()], CPU)
+    away = build_memory_report([model], None, ("parameters",), mirrors)
+    assert (away.parameters_bytes, away.gradients_bytes, away.on_device_bytes) == (52, 24, 24)
 
 
 @pytest.mark.parametrize(
