@@ -82,7 +82,7 @@ class Family:
     num_mtp_layers: Callable[[HFConfig], int] = lambda config: 0
     vllm_drafts: Callable[[HFConfig], tuple[Weight, ...]] | None = None
     frozen_prefixes: tuple[str, ...] = ()
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
 
 _FAMILIES: dict[str, Family] = {}
