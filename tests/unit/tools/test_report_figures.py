@@ -258,15 +258,16 @@ def test_idle_seconds_are_a_line_and_no_part_of_the_step(tmp_path):
 def test_time_split_has_zero_where_a_phase_did_not_run(tmp_path):
     rows = [
         {"time/update_s": 1.0},
-        {"time/update_s": float("nan"), "time/save_s": 8.0},
+        {"time/save_s": 8.0},
         {"loss": 1.0},
         {"time/update_s": 2.0, "time/evaluate_s": 4.0},
+        {"time/update_s": float("nan")},
     ]
     [split] = build_variants(write_run(tmp_path / "a", "sft", rows))["training-time"]
     assert get_lines(split) == {
-        "update": ([1, 2, 4], [1.0, 0.0, 2.0]),
-        "save": ([1, 2, 4], [0.0, 8.0, 0.0]),
-        "evaluate": ([1, 2, 4], [0.0, 0.0, 4.0]),
+        "update": ([1, 2, 4, 5], [1.0, 0.0, 2.0, 0.0]),
+        "save": ([1, 2, 4, 5], [0.0, 8.0, 0.0, 0.0]),
+        "evaluate": ([1, 2, 4, 5], [0.0, 0.0, 4.0, 0.0]),
     }
     assert [trace["marker"]["color"] for trace in split.data] == [*COLORS[:3]]
 
