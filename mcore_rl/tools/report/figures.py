@@ -200,7 +200,7 @@ class FigureBuilder:
         if not data:
             return None
         layout = _build_layout("step", lines.unit)
-        if len({y for trace in data for y in trace["y"]}) == 1:
+        if len({y for trace in data for y in trace["y"] if y is not None}) == 1:
             layout["yaxis"]["rangemode"] = "tozero"  # else Plotly draws one around a small number
         if lines.is_log and any((y or 0) > 0 for trace in data for y in trace["y"]):
             layout["yaxis"]["type"] = "log"
@@ -361,9 +361,13 @@ def _build_bars(times: Mapping[str, Sequence[Point]]) -> Iterator[dict[str, Any]
 
 
 def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return bars over seconds since the first span; a row per role, a colour per call."""
+    """Return bars over seconds since the first span; a row per role, a colour per call.
+
+    The axis says how many calls and roles are not drawn.
+    """
     origin_s = min(span.start_s for span in timeline.spans)
     roles = sorted({span.role for span in timeline.spans}, key=lambda role: (role != DRIVER, role))
+    hidden = {"calls": timeline.num_left_out, "roles": len(roles[MAX_ROLES:])}
     roles = roles[:MAX_ROLES]
     traces, seconds = [], defaultdict[str, float](float)
     for span in timeline.spans:
@@ -395,7 +399,8 @@ def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str
         )
     # Without text where a bar is too narrow for it.
     text = {"mode": "hide", "minsize": 9}
-    layout = _build_layout("seconds", "") | {"barmode": "overlay", "uniformtext": text}
+    title = "; ".join(["seconds", *(f"{n} {what} not shown" for what, n in hidden.items() if n)])
+    layout = _build_layout(title, "") | {"barmode": "overlay", "uniformtext": text}
     layout["yaxis"] |= {
         "type": "category",
         "categoryorder": "array",
@@ -433,17 +438,24 @@ def _round(value: float | None) -> float | None:
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:
-    """Return at most so many points: of each run of neighbours the lowest and the highest."""
+    """Return at most so many points: first, last, and extremes of each run of neighbours.
+
+    Neighbours of which none is finite are one hole.
+
+    Args:
+        most: At least 4.
+    """
     if len(points) <= most:
         return [*points]
-    size = -(-2 * len(points) // most)
-    thinned = []
-    for start in range(0, len(points), size):
-        bucket = [p for p in points[start : start + size] if p.value is not None]
-        if bucket:
-            ends = {min(bucket, key=_get_value), max(bucket, key=_get_value)}
-            thinned += sorted(ends, key=lambda point: point.step)
-    return thinned
+    first, *inner, last = points
+    size = -(-2 * len(inner) // (most - 2))
+    thinned = [first]
+    for start in range(0, len(inner), size):
+        bucket = inner[start : start + size]
+        finite = [p for p in bucket if p.value is not None] or bucket[:1]
+        ends = {min(finite, key=_get_value), max(finite, key=_get_value)}
+        thinned += sorted(ends, key=lambda point: point.step)
+    return [*thinned, last]
 
 
 def _get_value(point: Point) -> float:
@@ -457,7 +469,9 @@ def thin_by_stride(points: Sequence[Point], most: int) -> list[Point]:
 
 
 def pick_evenly[T](items: Sequence[T], most: int) -> list[T]:
-    """Return at most so many items at equal distances, with the first and the last."""
+    """Return at most so many items at equal distances, with the last, and the first of several."""
     if len(items) <= most:
         return [*items]
-    return [items[round(i * (len(items) - 1) / max(most - 1, 1))] for i in range(most)]
+    if most == 1:
+        return [items[-1]]
+    return [items[round(i * (len(items) - 1) / (most - 1))] for i in range(most)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import refuse_imports
 from mcore_rl.config.schema import JOB_SCHEMAS, RLConfig, TrainConfig
 from mcore_rl.observability.memory import GPU_MEMORY
-from mcore_rl.tools.report.runs import SETTINGS_FILE, NoPlanError, Run
+from mcore_rl.tools.report.runs import SETTINGS_FILE, NoPlanError, Run, to_finite
 
 if TYPE_CHECKING:
     from mcore_rl.planner.memory import MemoryPlan, Moment
@@ -59,7 +60,7 @@ def compare_memory(run: Run) -> list[RankMemory]:
 def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
     """Return the peaks of each role: those of each rank once the run has ended, else the highest.
 
-    Empty for a run without GPUs.
+    Metrics have the highest so far of the ranks of the last attempt. Empty for a run without GPUs.
     """
     if peaks := run.summary.get(GPU_MEMORY):
         return dict(peaks)
@@ -68,8 +69,8 @@ def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
         for name, value in row.items():
             group, _, rest = name.partition("/")
             role, _, kind = rest.rpartition("/")
-            if group == GPU_MEMORY:
-                by_role.setdefault(role, {})[kind] = [value]
+            if group == GPU_MEMORY and (peak := to_finite(value)) is not None:
+                by_role.setdefault(role, {})[kind] = [peak]
     return by_role
 
 
@@ -96,23 +97,27 @@ def _plan(settings: str, where: str, kind: str, lane: str) -> MemoryPlan | str:
 
 
 def _match(plan: MemoryPlan, recorded: Mapping[str, Mapping[str, Any]]) -> Sequence[RankMemory]:
-    fullest: dict[tuple[str, tuple[int, ...]], Moment] = {}
-    for moment in plan.moments:
-        if not moment.name.startswith(f"{moment.role}: ") or moment.role == "warm_start":
-            continue  # of two processes, or of earlier ones
-        key = moment.role, moment.ranks
-        if key not in fullest or _count_tensors(moment) > _count_tensors(fullest[key]):
-            fullest[key] = moment
-    servers = {role.name for role in plan.roles if role.has_servers}
+    skipped = {role.name for role in plan.roles if role.has_servers} | {"warm_start"}
+    fullest: dict[tuple[str, int], int] = {}  # moment of each rank: equal in one, not in another
+    for index, moment in enumerate(plan.moments):
+        if not moment.name.startswith(f"{moment.role}: ") or moment.role in skipped:
+            continue  # of two processes, of servers, or of earlier processes
+        for key in ((moment.role, rank) for rank in moment.ranks):
+            best = fullest.setdefault(key, index)
+            if _count_tensors(moment) > _count_tensors(plan.moments[best]):
+                fullest[key] = index
+    ranks_by_moment = defaultdict[int, list[int]](list)
+    for (_, rank), index in fullest.items():
+        ranks_by_moment[index].append(rank)
+    moments = ((plan.moments[index], ranks) for index, ranks in ranks_by_moment.items())
     return [
         RankMemory(
             f"{moment.name}, {_format_ranks(ranks)}",
             _select_tensors(moment),
-            _get_peak(recorded.get(role, {}).get(_ALLOCATED), ranks),
-            _get_peak(recorded.get(role, {}).get(_RESERVED), ranks),
+            _get_peak(recorded.get(moment.role, {}).get(_ALLOCATED), ranks),
+            _get_peak(recorded.get(moment.role, {}).get(_RESERVED), ranks),
         )
-        for (role, ranks), moment in fullest.items()
-        if role not in servers
+        for moment, ranks in moments
     ]
 
 

@@ -113,21 +113,23 @@ def build_live_app(folders: Sequence[Path], num_samples: int, token: str) -> ASG
 
 
 def format_latest(folders: Sequence[Path]) -> bytes:
-    """Return the last metrics of each run and phase, as Prometheus reads them."""
+    """Return the last step of each run and phase, and the last value of each metric.
+
+    The format is that of Prometheus.
+    """
     registry = CollectorRegistry()
     labels = ("run", "phase", "metric")
     values = Gauge(
-        "mcore_rl", "Metric of the last step in metrics.jsonl.", labels, registry=registry
+        "mcore_rl", "Last value of a metric in metrics.jsonl.", labels, registry=registry
     )
     steps = Gauge("mcore_rl_step", "The last step.", labels[:2], registry=registry)
     for run in read_runs(folders):
         for phase in run.phases:
-            series = run.collect_series(phase)
-            for name, points in series.items():
+            for name, points in run.collect_series(phase).items():
                 if (value := points[-1].value) is not None:
                     values.labels(run.name, phase, name).set(value)
             steps.labels(run.name, phase).set(
-                max(points[-1].step for points in series.values()) if series else 0
+                max(row["step"] for row in run.rows if row["phase"] == phase)
             )
     content: bytes = generate_latest(registry)
     return content

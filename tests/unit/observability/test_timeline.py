@@ -12,6 +12,7 @@ from mcore_rl.observability.timeline import (
     Timeline,
     TimelineWriter,
     TimeSpan,
+    build_trace,
     read_timeline,
 )
 
@@ -36,6 +37,78 @@ def test_timeline_joins_calls_at_the_same_time_from_the_first_start():
     timeline.add("server", "collect", 2.0, 3.0)
     timeline.add("server", "collect", 1.0, 4.0)
     assert timeline.take("training", 1).spans == [TimeSpan("server", "collect", 1.0, 4.0)]
+
+
+def test_timeline_joins_only_calls_of_one_role_and_name_that_are_close():
+    """A twentieth of a second and less is close; binary fractions are exact."""
+    timeline = Timeline()
+    calls = [
+        ("actor", "update", 1.0, 2.0),
+        ("critic", "update", 2.0, 2.5),
+        ("actor", "score", 2.0, 2.25),
+        ("actor", "update", 2.046875, 3.0),
+        ("actor", "update", 3.0625, 4.0),
+    ]
+    for call in calls:
+        timeline.add(*call)
+    assert timeline.take("training", 1).spans == [
+        TimeSpan("actor", "update", 1.0, 3.0),
+        TimeSpan("critic", "update", 2.0, 2.5),
+        TimeSpan("actor", "score", 2.0, 2.25),
+        TimeSpan("actor", "update", 3.0625, 4.0),
+    ]
+
+
+def test_timeline_of_a_step_has_nothing_of_the_step_before():
+    timeline = Timeline(max_spans=2)
+    for start_s in (0.0, 1.0, 2.0):
+        timeline.add("server", "collect", start_s, start_s + 0.5)
+    first = timeline.take("training", 1)
+    assert ([span.start_s for span in first.spans], first.num_left_out) == ([0.0, 1.0], 1)
+    timeline.add("server", "collect", 2.5, 3.0)
+    timeline.add("driver", "update", 3.0, 4.0)
+    second = timeline.take("warm_start", 2)
+    assert second == StepTimeline(
+        "warm_start",
+        2,
+        [TimeSpan("server", "collect", 2.5, 3.0), TimeSpan("driver", "update", 3.0, 4.0)],
+    )
+
+
+def test_call_that_is_dropped_is_not_extended():
+    """The last of the frequent calls gives its place to the update."""
+    timeline = Timeline(max_spans=3)
+    for start_s in (0.0, 1.0, 2.0):
+        timeline.add("server", "collect", start_s, start_s + 0.5)
+    timeline.add("actor", "update", 2.5, 3.0)
+    timeline.add("server", "collect", 2.5, 3.5)
+    taken = timeline.take("training", 1)
+    assert [(span.role, span.start_s, span.end_s) for span in taken.spans] == [
+        ("server", 0.0, 0.5),
+        ("server", 1.0, 1.5),
+        ("actor", 2.5, 3.0),
+    ]
+    assert taken.num_left_out == 2
+
+
+def test_phase_that_fails_has_a_span():
+    timeline = Timeline()
+    with pytest.raises(ZeroDivisionError), timeline.record("driver", "update"):
+        raise ZeroDivisionError
+    [span] = timeline.take("training", 1).spans
+    assert (span.role, span.name) == ("driver", "update") and span.end_s >= span.start_s
+
+
+def test_timeline_file_has_earlier_steps_and_all_of_a_row(tmp_path):
+    earlier = StepTimeline("training", 3, [TimeSpan("actor", "update", 0.125, 1.0)], 7)
+    later = StepTimeline("warm_start", 110, [TimeSpan("driver", "save", 2.0, 3.0000004)], 2)
+    writer = TimelineWriter(tmp_path, [earlier])
+    writer.write(StepTimeline("training", 4, []))
+    writer.write(later)
+    assert read_timeline(tmp_path / "timeline.jsonl") == [
+        earlier,
+        StepTimeline("warm_start", 110, [TimeSpan("driver", "save", 2.0, 3.0)], 2),
+    ]
 
 
 def test_timeline_keeps_phase_and_update_after_calls_of_many_servers():
@@ -69,6 +142,20 @@ def test_timeline_file_has_all_first_steps_and_then_every_tenth(tmp_path):
         file.write('{"phase": "training"')  # cut short
     steps = [line.step for line in read_timeline(tmp_path / "timeline.jsonl")]
     assert steps == [*range(1, 101), 110, 120]
+
+
+def test_trace_has_the_step_and_microseconds_of_each_call():
+    """A call that begins where another ends is on its track; roles are processes of their own."""
+    first = StepTimeline("training", 1, [TimeSpan("actor", "update", 5.0, 6.0)])
+    spans = [TimeSpan("actor", "score", 6.0, 6.5), TimeSpan("driver", "update", 4.5, 6.5)]
+    trace = build_trace([first, StepTimeline("training", 2, spans)])
+    events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert [(e["name"], e["pid"], e["tid"], e["ts"], e["dur"], e["args"]) for e in events] == [
+        ("update", 1, 0, 0, 2_000_000, {"step": 2}),
+        ("update", 0, 0, 500_000, 1_000_000, {"step": 1}),
+        ("score", 0, 0, 1_500_000, 500_000, {"step": 2}),
+    ]
+    assert build_trace([])["traceEvents"] == []
 
 
 @pytest.mark.parametrize("end", ["NaN", "Infinity", '"noon"'])
