@@ -537,7 +537,7 @@ def test_page_has_fewer_points_when_runs_do_not_fit_without_samples(tmp_path, mo
     monkeypatch.setattr(page, "MAX_BYTES", len(full) - 1)
     smaller = unpack_data(build_page(run, 0))["figures"][0]["variants"][0]["data"][0]
     assert len(unpack_data(full)["figures"][0]["variants"][0]["data"][0]["x"]) == 1000
-    assert len(smaller["x"]) == 500
+    assert 250 < len(smaller["x"]) <= 500
 
 
 def test_trace_is_in_the_trace_event_format():

@@ -1,4 +1,7 @@
-"""Figures and facts of a report, each against numbers computed by hand from a run's files."""
+"""Figures and facts of a report, each against numbers computed by hand from a run's files.
+
+Long because: all figures are of one small run, whose numbers stand once.
+"""
 
 from __future__ import annotations
 
