@@ -35,13 +35,20 @@ class RayCallLimit:
     """Ends this process when one of its calls of Ray takes too long."""
 
     def __init__(self, timeout: Timeout) -> None:
-        self.timeout = timeout  # of the calls from now on
-        # By thread: the frame of Ray's function, and for how long it has run. The reference keeps
-        # another call from getting the same frame.
-        self._calls: dict[int, tuple[FrameType, float]] = {}
+        self._timeout = timeout
+        self._seconds: dict[int, float] = {}  # that each thread's call has run for
+        self._lock = threading.Lock()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="ray calls", daemon=True)
         self._thread.start()
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set the limit of the calls that run, and of later ones.
+
+        Returns when no frame of an earlier call is held here.
+        """
+        with self._lock:
+            self._timeout = timeout
 
     def close(self) -> None:
         self._end.set()
@@ -53,21 +60,27 @@ class RayCallLimit:
             now_s = time.monotonic()
             # The clock goes on while this process is suspended.
             passed_s, observed_at = min(now_s - observed_at, 2 * _POLL_S), now_s
-            if report := self._observe(passed_s):
+            with self._lock:
+                report = self._observe(passed_s)
+            if report:
                 end_hanging_process(report)
                 return
 
     def _observe(self, passed_s: float) -> str:
         """Add the time that has passed to the calls of all threads; report one that is late."""
-        calls: dict[int, tuple[FrameType, float]] = {}
+        # No frame is kept: what its variables hold would be released by this thread, and an
+        # ObjectRef that is released during ray.shutdown ends the process (Ray 2.60,
+        # core_worker_process.cc). Python keeps one frame object until a call returns, so a call
+        # seen before bears a mark: f_trace_lines, True at first, which only a debugger reads.
+        seconds: dict[int, float] = {}
         for thread, frame in sys._current_frames().items():
             if (call := _find_ray_call(frame)) is None:
                 continue
-            earlier, seconds = self._calls.get(thread, (None, 0.0))
-            calls[thread] = call, seconds + passed_s if earlier is call else 0.0
-            if calls[thread][1] > self.timeout.seconds + _MARGIN_S:
-                return self._describe(call, frame, seconds)
-        self._calls = calls
+            is_new, call.f_trace_lines = call.f_trace_lines, False
+            seconds[thread] = 0.0 if is_new else self._seconds.get(thread, 0.0) + passed_s
+            if seconds[thread] > self._timeout.seconds + _MARGIN_S:
+                return self._describe(call, frame, seconds[thread])
+        self._seconds = seconds
         return ""
 
     def _describe(self, call: FrameType, frame: FrameType, seconds: float) -> str:
@@ -76,7 +89,7 @@ class RayCallLimit:
         place = f"{caller.f_code.co_qualname} ({Path(caller.f_code.co_filename).name})"
         line = (
             f"{place} has waited for Ray ({frame.f_code.co_name}) for {seconds:.0f} s "
-            f"({self.timeout.setting}={self.timeout.seconds:g}): "
+            f"({self._timeout.setting}={self._timeout.seconds:g}): "
             f"{describe_stopped_processes(_list_ray_processes())}"
         )
         names = {thread.ident: thread.name for thread in threading.enumerate()}

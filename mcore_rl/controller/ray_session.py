@@ -91,9 +91,9 @@ def ray_session(
                 log_to_driver=log_to_driver,
             )
             stack.enter_context(session)
-        limit.timeout = Timeout(timeouts.call_s, "timeouts.call_s")
+        limit.set_timeout(Timeout(timeouts.call_s, "timeouts.call_s"))
         # The calls at the end wait for nothing but Ray itself.
-        stack.callback(setattr, limit, "timeout", Timeout(_END_S, "the end of a session"))
+        stack.callback(limit.set_timeout, Timeout(_END_S, "the end of a session"))
         _check_resources(needed or {}, address)
         yield
 

@@ -60,6 +60,27 @@ def test_many_short_calls_from_one_line_are_not(reports):
     assert reports == []
 
 
+class Reference:
+    """Stands in for an ObjectRef: records which thread released it."""
+
+    def __init__(self, threads: list[str]) -> None:
+        self.threads = threads
+
+    def __del__(self) -> None:
+        self.threads.append(threading.current_thread().name)
+
+
+def test_what_a_call_held_is_released_by_its_own_thread_at_once(reports):
+    threads: list[str] = []
+
+    def hold(reference: Reference) -> None:
+        call(wait, 0.1)
+
+    for number in range(5):
+        hold(Reference(threads))
+        assert threads == [threading.current_thread().name] * (number + 1)
+
+
 def test_a_wait_of_this_project_is_no_call_of_ray(reports):
     call(time.sleep, 0.6)
     assert reports == []
@@ -80,6 +101,6 @@ def test_a_new_limit_holds_for_calls_that_have_begun(monkeypatch, reports):
         thread = threading.Thread(target=call, args=(wait, 10, reports))
         thread.start()
         time.sleep(0.05)
-        limit.timeout = Timeout(0.05, "the end of a session")
+        limit.set_timeout(Timeout(0.05, "the end of a session"))
         thread.join()
     assert any("(the end of a session=0.05)" in report for report in reports)
