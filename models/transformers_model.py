@@ -47,7 +47,7 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
             model alone: a vision tower attends without causality, by torch's own function.
 
     Raises:
-        ConfigError: The installed transformers has no such model.
+        ConfigError: The installed transformers has no such model, or does not build this one.
     """
     import torch
     import transformers
@@ -63,11 +63,12 @@ def build_empty_model(hf_config: HFConfig, **options: Any) -> Any:
             return auto_class.from_config(
                 config, dtype=torch.float32, trust_remote_code=False, **options
             )
-    except (ValueError, KeyError) as error:
+    except Exception as error:  # transformers checks few fields of a config
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise ConfigError(
             f"config.json: architectures={architectures}: transformers {transformers.__version__} "
-            f"has no such model, or not with these functions ({str(error).splitlines()[0]}); "
-            "allowed: another family"
+            f"has no such model, or does not build it with these fields and functions ({reason}); "
+            "allowed: another family, or the fields of a published model"
         ) from error
 
 
@@ -116,7 +117,7 @@ def load_transformers_config(path: str | Path) -> Any:
     """Return transformers' config of a checkpoint folder, also of a model_type that is an alias.
 
     Raises:
-        ConfigError: The installed transformers has no such model.
+        ConfigError: The installed transformers has no such model, or does not build this one.
     """
     name, config_class = _get_config_class(read_json_object(Path(path, "config.json")))
     return config_class.from_pretrained(
@@ -155,7 +156,7 @@ def build_published_model(hf_config: HFConfig) -> Any:
     build_empty_model builds the language model of a wrapper whose images nothing here takes.
 
     Raises:
-        ConfigError: The installed transformers has no such model.
+        ConfigError: The installed transformers has no such model, or does not build this one.
     """
     import torch
     import transformers
@@ -373,8 +374,8 @@ def build_family(hf_config: HFConfig) -> Family:
 def _map_config(config: HFConfig) -> dict[str, Any]:
     """Return sizes by Megatron's names, from the fields of transformers' config."""
     values = _build_config(config).get_text_config()
-    if layers := getattr(values, "per_layer_config", None):
-        values = layers[0]  # of a model whose layers differ in size
+    if values.is_heterogeneous:
+        values = values.per_layer_config[0]
 
     def read(*names: str) -> Any:
         return next((v for v in (_read_field(values, name) for name in names) if v), 0)

@@ -20,7 +20,7 @@ from mcore_rl.planner.roles import (
     needs_critic,
     needs_reference_log_probs,
 )
-from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
+from mcore_rl.planner.training import Load, TrainingModel, UpdateTime, check_backend
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
 
@@ -82,6 +82,7 @@ def predict_step(
             None: a server's shard of the weights, the most that a worker can receive.
         work: That of `model`, where it is counted already.
     """
+    check_backend(config.actor)  # before its matrices are counted: another's have other rules
     work = work or count_work(model)
     actor, rollout = config.actor, config.rollout
     dtype = get_dtype(config, actor)
@@ -152,6 +153,7 @@ def _predict_scores(config: RLConfig, hardware: Hardware, load: Load) -> dict[st
     """Return the seconds of a pass of the reward model and of each teacher, by role."""
     paths, seconds = get_frozen_paths(config), {}
     for role, engine in get_frozen_engines(config).items():
+        check_backend(engine)
         work = count_work(read_config(paths[role]))
         if role == "reward_model":
             work = work.with_value_head()

@@ -35,7 +35,7 @@ from mcore_rl.planner.roles import (
     plan_supervised_roles,
 )
 from mcore_rl.planner.step import get_dtype
-from mcore_rl.planner.training import Load, TrainingModel, UpdateTime
+from mcore_rl.planner.training import Load, TrainingModel, UpdateTime, check_backend
 
 
 def shares_devices(config: TrainConfig) -> bool:
@@ -165,6 +165,7 @@ def predict_supervised_step(
         lengths: Of the rows' conversations: prompts and what follows them.
     """
     engine = config.engine
+    check_backend(engine)
     work = count_work(model)
     if isinstance(config, RMConfig):
         work = work.with_value_head()

@@ -97,6 +97,15 @@ class UpdateTime:
         return float(sum(getattr(self, name) for name in self.__dataclass_fields__))
 
 
+def check_backend(engine: EngineConfig) -> None:
+    """Raise ConfigError if the time of the passes of an engine's backend is not predicted."""
+    if load_backend(engine).shard_format != "megatron":
+        raise ConfigError(
+            f"backend={engine.backend!r}: the time of its passes is not predicted; allowed: "
+            "'megatron'"
+        )
+
+
 class TrainingModel:
     """Predicts an engine's passes over a model.
 
@@ -114,11 +123,7 @@ class TrainingModel:
         hardware: Hardware,
         dtype: str = "bfloat16",
     ) -> None:
-        if load_backend(engine).shard_format != "megatron":
-            raise ConfigError(
-                f"backend={engine.backend!r}: the time of its passes is not predicted; allowed: "
-                "'megatron'"
-            )
+        check_backend(engine)
         self.work, self.engine, self.hardware, self.dtype = work, engine, hardware, dtype
         self.layout: Layout = engine.layout
         self.rate = hardware.get_flops(dtype) * SUSTAINED_SHARE

@@ -253,7 +253,7 @@ def test_recurrent_layers_are_not_split_over_ranks_even_without_packs(models):
         ("bloom", "differ from those of transformers' eager model|do not take packs"),
         ("gpt_neox_japanese", "differ from those of transformers' eager model|do not take packs"),
         ("stablelm", "its layers in transformers do not take packs"),
-        ("gptj", "has no such model, or not with these functions"),
+        ("gptj", "does not build it with these fields and functions"),
     ],
 )
 def test_a_family_that_does_not_attend_through_the_registry_is_refused(kind, message, tmp_path):

@@ -19,7 +19,7 @@ from mcore_rl.planner import generation
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.step import get_dtype, predict_step
-from mcore_rl.planner.training import Load, TrainingModel
+from mcore_rl.planner.training import Load, TrainingModel, check_backend
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +170,7 @@ def predict_times(
     planned = generation.Lengths(
         float(drawn.mean()), longest, prompt=prompt_tokens, values=tuple(drawn.tolist())
     )
+    check_backend(config.actor)
     work = count_work(model)
     step = predict_step(config, model, hardware, planned, sync_bytes=sync_bytes, work=work)
     engine = TrainingModel(work, config.actor, hardware, get_dtype(config, config.actor))

@@ -12,13 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.resolve import TRANSFORMERS
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
-from mcore_rl.models.base import scope_family
+from mcore_rl.models.base import read_config, scope_family
 from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
@@ -513,3 +515,11 @@ def test_a_users_family_is_planned_without_a_change() -> None:
     assert work.parameters == 6_738_415_616  # of Llama 2, whose tensors Mistral's are
     engine = RLConfig().actor
     assert TrainingModel(work, engine, H100).count_local_parameters() == (6_738_411_520, 0)
+
+
+def test_a_tied_model_of_such_a_backend_is_refused_by_name_too(tmp_path: Path) -> None:
+    transformers.GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(tmp_path)
+    config = build_config("Qwen3-8B", "sync", "shared")
+    config.actor.backend = "fsdp"
+    with scope_family(TRANSFORMERS), pytest.raises(ConfigError, match=r"the time of its passes"):
+        predict_step(config, read_config(tmp_path), H100, LENGTHS)
