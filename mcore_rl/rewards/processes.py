@@ -27,6 +27,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+import psutil
+
 from mcore_rl.rewards.registry import describe_exception, get_reward, shorten_repr
 
 T = TypeVar("T")
@@ -37,6 +39,10 @@ _MAX_ANSWER = 1 << 28  # characters
 
 class CallTimeoutError(RuntimeError):
     """A call took longer than its limit."""
+
+
+class ProcessStoppedError(CallTimeoutError):
+    """A call took longer than its limit, in a process that a signal had stopped."""
 
 
 class ProcessDiedError(RuntimeError):
@@ -103,8 +109,8 @@ class RewardProcessPool:
     ) -> dict[str, Any]:
         """Call the reward with arguments by position and by name; return the answer.
 
-        Waiting for a process does not count. A call whose process is killed by a signal, as by the
-        kernel when memory is short, is made once more.
+        Waiting for a process does not count. A call whose process is killed or stopped by a signal,
+        as by the kernel when memory is short, is made once more.
 
         Raises:
             CallTimeoutError: after timeout_s; the process has been killed.
@@ -116,8 +122,8 @@ class RewardProcessPool:
         async with self._slots:
             try:
                 return await self._call(message, timeout_s)
-            except ProcessDiedError as error:
-                if not error.is_killed:
+            except (ProcessDiedError, ProcessStoppedError) as error:
+                if isinstance(error, ProcessDiedError) and not error.is_killed:
                     raise
                 return await self._call(message, timeout_s)
 
@@ -125,6 +131,12 @@ class RewardProcessPool:
         process = await self._get_process()
         try:
             answer = await wait_within(timeout_s, _exchange(process, message))
+        except CallTimeoutError as error:
+            is_stopped = _is_stopped(process.pid)
+            await _kill(process)
+            if is_stopped:
+                raise ProcessStoppedError(f"{error}, stopped by a signal") from None
+            raise
         except BaseException:  # also if the call is cancelled: the process would go on
             await _kill(process)
             raise
@@ -173,6 +185,13 @@ async def _exchange(process: Process, message: Mapping[str, Any]) -> dict[str, A
         raise ProcessDiedError(await process.wait())
     answer: dict[str, Any] = json.loads(line)
     return answer
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+    except psutil.Error:
+        return False
 
 
 async def _kill(process: Process) -> None:

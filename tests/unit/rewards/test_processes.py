@@ -39,13 +39,20 @@ def sleeps(text, fields, finish_reason):
         time.sleep(20)
     return {"reward": 2.0}
 
-@run_in_process()
-def killed(text, fields, finish_reason):
+def signals(text, number):
     # Always, or once, where the text is a file that is not there yet.
     if text == "always" or not os.path.exists(text):
         open(text, "w").close()
-        os.kill(os.getpid(), 9)
+        os.kill(os.getpid(), number)
     return {"reward": 0.5}
+
+@run_in_process()
+def killed(text, fields, finish_reason):
+    return signals(text, 9)
+
+@run_in_process()
+def stopped(text, fields, finish_reason):
+    return signals(text, 19)
 """
 ONLY_HERE = """
 import sys
@@ -136,11 +143,21 @@ def test_a_cancelled_call_leaves_no_process_and_one_that_dies_is_replaced(user_p
     assert time.monotonic() - started < 15
 
 
-def test_a_process_that_is_killed_in_a_call_loses_no_reward(user_path, tmp_path):
-    config = RewardConfig(user_path("killed"), num_processes=1)
-    (sample,) = compute_rewards(config, [str(tmp_path / "once")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("killed", r"killed' ended its process with status -9"),
+        ("stopped", r"stopped' took longer than 2 s, stopped by a signal"),
+    ],
+)
+def test_a_process_that_is_killed_or_stopped_in_a_call_loses_no_reward(
+    user_path, tmp_path, monkeypatch, name, message
+):
+    monkeypatch.chdir(tmp_path)
+    config = RewardConfig(user_path(name), num_processes=1, timeout_s=2.0)
+    (sample,) = compute_rewards(config, ["once"])
     assert (sample.reward, sample.reward_error) == (0.5, "")
-    with pytest.raises(RewardError, match=r"killed' ended its process with status -9"):
+    with pytest.raises(RewardError, match=message):
         compute_rewards(config, ["always"])
 
 
