@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.transformer import TransformerConfig
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.passthrough import find_rule
@@ -177,6 +180,43 @@ def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, me
 )  # fmt: skip
 def test_fields_pass_where_the_ranks_have_what_they_need(megatron, settings, lane):
     check(megatron, lane, **settings)
+
+
+@pytest.mark.parametrize("field", ["", "exp_avg_dtype", "exp_avg_sq_dtype"])
+@pytest.mark.parametrize("is_aware", [None, True, False])
+@pytest.mark.parametrize(
+    ("distributed", "cpu_offload"), [(False, False), (True, False), (True, True)]
+)
+def test_dtypes_of_the_optimizer_are_refused_where_megatron_refuses_them(
+    field, is_aware, distributed, cpu_offload
+):
+    aware = {} if is_aware is None else {"use_precision_aware_optimizer": is_aware}
+    precision = {"use_precision_aware_optimizer": cpu_offload} | aware
+    try:
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            use_distributed_optimizer=distributed,
+            # Else it looks for the Adam of Transformer Engine, which CPUs lack.
+            optimizer_cpu_offload=True,
+            **precision,
+            **({field: torch.bfloat16} if field else {}),
+        )
+        outcome = contextlib.nullcontext()
+    except AssertionError:
+        outcome = pytest.raises(ConfigError, match=r"actor\.megatron\.")
+    optimizer = OptimizerConfig(distributed=distributed, cpu_offload=cpu_offload)
+    with outcome:
+        check(aware | ({field: "bfloat16"} if field else {}), optimizer=optimizer)
+
+
+@pytest.mark.parametrize("backend", [None, "deepep", "hybridep"])
+def test_the_package_of_the_flex_dispatcher_is_that_of_its_backend(backend, monkeypatch):
+    default = TransformerConfig.moe_flex_dispatcher_backend
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr(passthrough.device, "get_device_type", lambda: "cuda")
+    fields = {} if backend is None else {"moe_flex_dispatcher_backend": backend}
+    with pytest.raises(ConfigError, match=f"with the backend '{backend or default}' needs the pac"):
+        check(fields, moe=MoEConfig("flex"), layout=Layout(dp=2, ep=2))
 
 
 def build_config(engine: EngineConfig) -> Any:
