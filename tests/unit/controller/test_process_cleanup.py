@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mcore_rl.controller import reaper
@@ -367,7 +368,10 @@ def test_a_process_of_rays_that_is_stopped_ends_the_driver_with_one_line(run, na
 
 
 def test_wait_if_ray_died_leaves_the_report_of_a_stop_to_the_reaper(run):
-    os.kill(run.pids["GCS"], signal.SIGSTOP)
+    gcs = psutil.Process(run.pids["GCS"])
+    gcs.suspend()
+    while gcs.status() != psutil.STATUS_STOPPED:  # the signal arrives when the process runs next
+        time.sleep(0.01)
     status, out, err = run.end("ask")
     assert (status, out) == (1, "")
     assert err.startswith("mcore-rl rl: Ray's GCS (process ")
