@@ -147,6 +147,77 @@ def test_experts_that_are_dealt_in_another_way_are_named():
         check(turned, 0)
 
 
+def test_quantised_parameters_are_expected_as_codes_and_their_scales_as_float32():
+    """Compute by hand: two experts of 128 rows each for gate and up; a scale per 128 x 128."""
+    config = config_of(1) | {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 2}
+    ranks, (_, weights) = build_generation_side(
+        config, GenerationLayout(), quantization="fp8_block"
+    )
+    parameters, _ = compute_expected_layout(ranks, weights, 0, "bfloat16")
+    experts = "model.layers.0.mlp.experts.routed_experts"
+    expected = {
+        f"{experts}.w13_weight": ((2, 256, 256), "float8_e4m3fn"),
+        f"{experts}.w13_weight_scale_inv": ((2, 2, 2), "float32"),
+        f"{experts}.w2_weight": ((2, 256, 128), "float8_e4m3fn"),
+        f"{experts}.w2_weight_scale_inv": ((2, 2, 1), "float32"),
+        "model.layers.0.input_layernorm.weight": ((256,), "bfloat16"),
+        "lm_head.weight": ((64, 256), "bfloat16"),
+    }
+    assert {name: parameters[name] for name in expected} == expected
+
+
+def test_a_server_of_whole_tensors_has_a_models_layers_by_stage_and_no_prediction_layer():
+    """Two decoder layers over two stages; the prediction layer would be the third, layer 2."""
+    config = CONFIG | {"num_nextn_predict_layers": 1}
+    ranks, (_, weights) = build_generation_side(config, GenerationLayout(pp=2), "huggingface")
+    names = [{w.name for w in weights if stage in ranks.get_holders(w)[0]} for stage in range(2)]
+    prefixes = [{".".join(name.split(".")[:3]) for name in stage} for stage in names]
+    assert prefixes == [
+        {"model.embed_tokens.weight", "model.layers.0"},
+        {"model.layers.1", "model.norm.weight", "lm_head.weight"},
+    ]
+    assert not names[0] & names[1] and len(weights) == sum(map(len, names))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {weight.name for weight in weights if weight.float32} == {bias}
+
+
+def test_a_tied_head_is_listed_once_and_not_by_its_own_name():
+    config = config_of(1) | {"tie_word_embeddings": True}
+    _, (_, weights) = build_generation_side(config, GenerationLayout(), "huggingface")
+    names = [weight.name for weight in weights]
+    assert len(names) == len(set(names)) and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_head_of_a_worker_is_compared_where_it_has_a_copy(pp):
+    """vLLM lists it in any case; on the stage of the embedding it is the embedding itself."""
+    config, layout = config_of(2) | {"tie_word_embeddings": True}, GenerationLayout(pp=pp)
+    ranks, (_, weights) = build_generation_side(config, layout)
+    parameters, experts = compute_expected_layout(ranks, weights, pp - 1, "bfloat16")
+    assert ("lm_head.weight" in parameters) == (pp == 2)
+    wrong_head = {**parameters, "lm_head.weight": ((3, 3), "bfloat16")}
+
+    def check() -> None:
+        check_worker_layout(WorkerLayout(wrong_head, experts), ranks, weights, pp - 1, "bfloat16")
+
+    if pp == 1:
+        check()
+    else:
+        with pytest.raises(ConfigError, match=r"lm_head.weight are \(\(3, 3\)"):
+            check()
+
+
+def test_experts_are_compared_of_parameters_with_rules_and_if_vllm_lists_them():
+    """Buffers beside the parameters have rows of experts, too; a server without EP lists none."""
+    workers, check = build_workers(GenerationLayout(tp=2, ep=2))
+    buffer = "model.layers.1.mlp.experts.routed_experts.buffer"
+    check(replace(workers[1], experts={**workers[1].experts, buffer: (0, 1, 2)}), 1)
+    check(replace(workers[1], experts={}), 1)
+    without = {name: rows for name, rows in workers[1].experts.items() if name != W13}
+    with pytest.raises(ConfigError, match=rf"experts of {W13} are missing"):
+        check(replace(workers[1], experts=without), 1)
+
+
 @pytest.mark.parametrize("domains", [None, MemoryDomains(("a", "b"), ("b", "a"), 2)])
 @pytest.mark.parametrize("generation", [GenerationLayout(tp=2), GenerationLayout(tp=2, ep=2)])
 def test_ranks_with_full_tensors_share_what_they_send(generation, domains):
@@ -309,3 +380,11 @@ def test_every_field_of_a_spec_survives_the_way_to_a_server():
     default = TransferSpec(Layout(), 0, GenerationLayout(), "bfloat16", WeightSyncConfig())
     assert TransferSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
     assert all(getattr(spec, f.name) != getattr(default, f.name) for f in fields(TransferSpec))
+
+
+def test_only_listed_parameters_in_float32_stay_so_in_an_update():
+    dtypes = {"norm": "float32", "up": "bfloat16"}
+    blocks = {name: slice_rows(LogicalTensor(name, (4, 2)), 0, 4, 0) for name in dtypes}
+    lists = [[list_parameter(name, blocks[name], dtype=dtypes[name]) for name in dtypes]]
+    _, weights = build_listed_side(GenerationLayout(), lists)
+    assert {weight.name: weight.itemsize for weight in weights} == {"norm": 4, "up": None}
