@@ -110,6 +110,15 @@ def test_memory_report_counts_what_is_on_the_host_and_not_on_the_device():
     assert (away.parameters_bytes, away.gradients_bytes, away.on_device_bytes) == (52, 24, 24)
 
 
+def test_what_stays_in_the_same_memory_counts_as_away_and_a_shared_storage_once():
+    """The rows of 6 numbers have another name in the second layer; on the CPU lane none moves."""
+    first, second = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    second.weight = torch.nn.Parameter(first.weight.data.view(2, 3))
+    second.register_buffer("steps", torch.zeros(5))
+    report = build_memory_report([first, second], None, ("parameters",), {})
+    assert (report.parameters_bytes, report.on_device_bytes) == (4 * 6 + 4 * 5, 0)
+
+
 @pytest.mark.parametrize(
     ("use", "variables", "is_returned"),
     [
@@ -191,3 +200,26 @@ def test_state_of_a_megatron_optimizer_is_moments_and_float32_weights_of_a_narro
     report = build_memory_report(chunks, optimizer, (), {})
     assert report.optimizer_state_bytes - num_bytes in (0, 4)  # FusedAdam counts in its groups
     assert report.parameters_bytes == layer.weight.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "num_weights"), [(torch.float32, 0), (torch.bfloat16, 6)])
+def test_state_of_an_optimizer_moves_without_the_weights_of_the_model(
+    single_rank, monkeypatch, dtype, num_weights
+):
+    layer, chunks, optimizer = build_trained(dtype)
+    chunks[0](torch.ones(1, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    weights = layer.weight.clone()
+    module = SimpleNamespace(empty_cache=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "meta")
+    monkeypatch.setattr("mcore_rl.engine.megatron.offload.get_device_type", lambda: "cuda")
+    mirrors = {part: MirrorOfHost() for part in ("parameters", "optimizer state")}
+    move_parts(chunks, optimizer, "host", ["optimizer state"], mirrors)
+    num_numbers = 2 * 6 + num_weights
+    assert mirrors["optimizer state"].num_bytes - 4 * num_numbers in (0, 4)  # count of steps
+    assert mirrors["parameters"].num_bytes == 0 and torch.equal(layer.weight, weights)
+    move_parts(chunks, optimizer, "host", ["parameters"], mirrors)
+    assert layer.weight.untyped_storage().nbytes() == 0
+    move_parts(chunks, optimizer, "device", ["parameters", "optimizer state"], mirrors)
+    assert torch.equal(layer.weight, weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from vllm.config import LoadConfig, WeightTransferConfig
+from vllm.model_executor.layers.attention import Attention
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.quantization.kv_cache import KVCacheScaleParameter
 from vllm.model_executor.model_loader import get_model_loader
@@ -24,17 +26,18 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
-from mcore_rl.checkpoint import fp8
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.inference.vllm import weights as vllm_weights
 from mcore_rl.inference.vllm.weights import ShardTransferEngine, ShardWriter, load_by_rules
+from mcore_rl.reshard import ops
 from mcore_rl.reshard.executor import ReceivedSlice
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import (
     ListedParameter,
     TransferSpec,
     build_generation_side,
+    build_training_side,
     compute_expected_layout,
 )
 from mcore_rl.weight_sync.transport import StreamError
@@ -116,6 +119,19 @@ def test_a_bucket_ends_the_module_begun_before_it_and_begins_the_longest_at_the_
     assert all(getattr(model, name).weight.sum() == 4 for name in "abc")
 
 
+def test_checksums_are_those_of_parameters_before_vllm_changes_them():
+    class Negated(Recorder):
+        def process_weights_after_loading(self, layer: Any) -> None:
+            layer.weight.data.neg_()
+
+    values = torch.arange(4.0)
+    checksum = int(ops.compute_checksums([(values, values.dtype)])[0])
+    model = build_model({"a.weight": ((4,), torch.float32)})
+    Negated(model)
+    begin(model).write([piece("a.weight", values, checksum=checksum)])
+    assert model.a.weight.tolist() == [0, -1, -2, -3]
+
+
 def test_slices_are_written_where_they_belong_and_in_rows_of_a_stack():
     model = build_model(
         {"experts.w2_weight": ((2, 3, 2), torch.float32), "norm.weight": ((4,), torch.bfloat16)}
@@ -175,8 +191,16 @@ def test_a_routers_bias_under_two_names_is_written_once_for_both():
     assert [name for name in listed if "bias" in name] == ["gate.e_score_correction_bias"]
 
 
+@pytest.fixture
+def nan_memory() -> Iterator[None]:
+    """Let torch fill what it allocates with NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize("tp_rank", [0, 1])
-def test_biases_of_down_projections_are_those_of_the_first_rank(tp_rank):
+def test_biases_of_down_projections_are_those_of_the_first_rank(nan_memory, tp_rank):
     """The outputs of ranks are summed, so a second bias would count twice."""
     names = {"experts.w2_weight": (2, 3), "experts.w2_bias": (2, 3)}
     model = build_model({name: (shape, torch.float32) for name, shape in names.items()})
@@ -286,6 +310,66 @@ def test_rules_load_a_ranks_part_of_a_checkpoint_as_torch_chunks_it(
     assert not any(value.isnan().any() for value in loaded.values())
 
 
+class RecordedAttention(Attention):
+    """Attention without parameters, which vLLM processes when an update ends."""
+
+    def __init__(self) -> None:
+        torch.nn.Module.__init__(self)
+        self.dtypes: list[torch.dtype] = []
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.dtypes.append(act_dtype)
+
+
+DEEPSEEK = {
+    "architectures": ["DeepseekV3ForCausalLM"], "vocab_size": 64, "hidden_size": 8,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "intermediate_size": 12, "q_lora_rank": 4, "kv_lora_rank": 4, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 2, "v_head_dim": 4, "n_routed_experts": 4, "n_shared_experts": 1,
+    "moe_intermediate_size": 6, "num_experts_per_tok": 2, "first_k_dense_replace": 0,
+    "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "norm_topk_prob": True,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1,
+    "rope_interleave": True, "rms_norm_eps": 1e-6, "rope_theta": 1e4, "hidden_act": "silu",
+    "tie_word_embeddings": False, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_rules_load_a_draft_model_and_keep_a_routers_bias_in_float32(monkeypatch, tmp_path, drafts):
+    _, weights = build_training_side(DEEPSEEK, Layout(), 1)
+    tensors = {t.name: torch.randn(t.shape) for weight in weights for t in weight.rule.tensors}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK))
+    ranks, (_, rules) = build_generation_side(DEEPSEEK, GenerationLayout(), drafts=drafts)
+    expected, _ = compute_expected_layout(ranks, rules, 0, "bfloat16")
+    model = build_model({n: (shape, getattr(torch, kind)) for n, (shape, kind) in expected.items()})
+    model.attention = RecordedAttention()
+    parallel = SimpleNamespace(
+        tensor_parallel_size=1, data_parallel_size=1, enable_expert_parallel=False,
+        data_parallel_index=0,
+    )  # fmt: skip
+    config: Any = SimpleNamespace(
+        parallel_config=parallel, model_config=SimpleNamespace(dtype=torch.bfloat16)
+    )
+    group = SimpleNamespace(rank_in_group=0)
+    monkeypatch.setattr(vllm_weights, "get_tp_group", lambda: group)
+    load_by_rules(model, config, str(tmp_path), drafts=drafts)
+    loaded = dict(model.named_parameters())
+    assert any(".layers.1." in name for name in loaded) == drafts
+    assert not any(value.isnan().any() for value in loaded.values())
+    biases = [n for n in tensors if n.endswith("bias") and (drafts or ".layers.0." in n)]
+    stored = sorted(tensors[n].tolist() for n in biases)
+    assert stored == sorted(v.tolist() for n, v in loaded.items() if n.endswith("bias"))
+    assert model.attention.dtypes == [torch.bfloat16]
+    model.extra = torch.nn.Linear(2, 2)
+    record_metadata_for_reloading(model.extra)
+    with pytest.raises(ValueError, match=r"did not get all weights: \['extra'\]"):
+        load_by_rules(model, config, str(tmp_path), drafts=drafts)
+    os.truncate(tmp_path / "model.safetensors", 100)
+    with pytest.raises(ConfigError):
+        load_by_rules(model, config, str(tmp_path), drafts=drafts)
+
+
 class Transport:
     """A connection that yields one bucket, or fails."""
 
@@ -382,6 +466,7 @@ def test_a_worker_compares_its_list_with_that_of_the_same_worker_of_the_first_se
 
 def test_an_update_is_received_of_its_version_and_a_lost_peer_ends_the_connection():
     model = build_model({"norm.weight": ((8,), torch.float32)})
+    model.attention = RecordedAttention()
     engine = build_engine(model)
     with pytest.raises(StreamError, match="no trainer has been joined"):
         engine.update_weights({"version": 1})
@@ -395,11 +480,23 @@ def test_an_update_is_received_of_its_version_and_a_lost_peer_ends_the_connectio
     assert [(update.version, update.format) for update in transport.updates] == [
         (1, "dense"), (2, "dense"),
     ]  # fmt: skip
+    assert model.attention.dtypes == [torch.float32] * 2
+    half = [piece("norm.weight", torch.zeros(4))]
+    for buckets, message in (
+        ([half], r"did not get all weights: \['norm'\]"),
+        ([[piece("norm.weight", torch.ones(8).half())]], "does not fit"),
+    ):
+        engine.start_weight_update()
+        transport.buckets = buckets
+        with pytest.raises(ValueError, match=message):
+            engine.update_weights({"version": 3})
+        assert transport.is_open
     engine.start_weight_update()
-    transport.buckets = []
-    with pytest.raises(ValueError, match=r"did not get all weights: \['norm'\]"):
-        engine.update_weights({"version": 3})
-    assert transport.is_open
+    transport.buckets = [half, [piece("norm.weight", torch.ones(4), 4)]]
+    engine.update_weights({"version": 3})
+    engine.finish_weight_update()
+    assert model.norm.weight.tolist() == [0] * 4 + [1] * 4
+    engine.start_weight_update()
     transport.error = PeerError("gone")
     with pytest.raises(PeerError, match="gone"):
         engine.update_weights({"version": 4})
@@ -444,6 +541,11 @@ def test_the_loader_of_a_server_follows_from_the_checkpoint(tmp_path, config, op
     assert vllm_weights.build_loading_arguments(str(tmp_path), **options) == expected
 
 
+def test_vllm_loads_a_plain_checkpoint_itself(tmp_path):
+    save_checkpoint(tmp_path, DENSE)
+    assert vllm_weights.build_loading_arguments(str(tmp_path), ep=True) == {}
+
+
 def test_a_server_in_float8_blocks_does_not_round_its_scales(monkeypatch, tmp_path):
     monkeypatch.setattr("os.environ", dict(os.environ))
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
@@ -463,9 +565,12 @@ def get_loader(name: str) -> Any:
 
 
 def test_a_quantising_loader_has_codes_and_scales_of_local_weights(tmp_path):
-    """Take x / s, s = amax / 448 of 128 x 128: blocks of 448 and of 1 have scales 1 and 1/448."""
+    """Take x / s, s = amax / 448 of a block of 128 x 128, in the dtype of the server.
+
+    In bfloat16 449.3 is 450, so blocks of 449.3 and of 1 have the scales 450 / 448 and 1 / 448.
+    """
     expert = "model.layers.0.mlp.experts.{}.up_proj.weight"
-    weight = torch.full((128, 256), 448.0)
+    weight = torch.full((128, 256), 449.3)
     weight[:, 128:] = 1.0
     tensors = {expert.format(n): weight.clone() for n in range(2)}
     tensors["model.norm.weight"] = torch.ones(256)
@@ -487,8 +592,7 @@ def test_a_quantising_loader_has_codes_and_scales_of_local_weights(tmp_path):
             continue
         codes = loaded[expert.format(1)]
         assert codes.dtype == torch.float8_e4m3fn and (codes.float() == 448).all()
-        torch.testing.assert_close(loaded[scales], torch.tensor([[1.0, 1 / 448]]))
-        assert torch.equal(fp8.dequantize_blocks(codes, loaded[scales], torch.bfloat16), weight)
+        torch.testing.assert_close(loaded[scales], torch.tensor([[450 / 448, 1 / 448]]))
 
 
 def test_a_server_without_weights_has_small_ones_and_its_buffers_and_cache_scales(tmp_path):
@@ -498,5 +602,6 @@ def test_a_server_without_weights_has_small_ones_and_its_buffers_and_cache_scale
     scale = model.norm.k_scale.clone()
     model.norm.register_buffer("rope", torch.arange(4.0))
     get_loader("mcore_rl_no_weights").load_weights(model, SimpleNamespace(model=str(tmp_path)))
+    assert vllm_weights.list_traced_parameters(model) == ([], "")  # the family has the rules
     assert 0 < model.norm.weight.abs().max() < 0.01
     assert torch.equal(model.norm.k_scale, scale) and model.norm.rope.tolist() == [0, 1, 2, 3]

@@ -12,7 +12,15 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.reshard.layout import FullRanks, GenerationLayout
 from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements
-from mcore_rl.reshard.rules import Block, Box, LogicalTensor, Replicated, Weight, slice_rows
+from mcore_rl.reshard.rules import (
+    Block,
+    Box,
+    LogicalTensor,
+    Replicated,
+    Shard,
+    Weight,
+    slice_rows,
+)
 from mcore_rl.weight_sync.spec import (
     ListedParameter,
     MemoryDomains,
@@ -24,6 +32,7 @@ from mcore_rl.weight_sync.spec import (
     check_worker_layout,
     compute_expected_layout,
     group_memory_domains,
+    is_checked,
     plan_transfer,
 )
 from tests.operations import growth
@@ -388,3 +397,71 @@ def test_only_listed_parameters_in_float32_stay_so_in_an_update():
     lists = [[list_parameter(name, blocks[name], dtype=dtypes[name]) for name in dtypes]]
     _, weights = build_listed_side(GenerationLayout(), lists)
     assert {weight.name: weight.itemsize for weight in weights} == {"norm": 4, "up": None}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_draft_model_receives_the_prediction_layer_from_the_stage_that_trains_it(drafts):
+    """Decoder layers 0 and 1 are on two stages, the prediction layer, 2, is on the last."""
+    config = CONFIG | {"num_nextn_predict_layers": 1}
+    spec = TransferSpec(
+        Layout(pp=2), 1, GenerationLayout(), "bfloat16", WeightSyncConfig(), drafts=drafts
+    )
+    copies = plan_transfer(spec, config, 2).list_received(0)
+    sources = {
+        layer: {c.source_rank for c in copies if c.tensor.startswith(f"model.layers.{layer}.")}
+        for layer in range(4)
+    }
+    assert sources == {0: {0}, 1: {1}, 2: {1} if drafts else set(), 3: set()}
+    (_, weights) = build_training_side(config, Layout(pp=2), 1)
+    tensors = {t.name for weight in weights for t in weight.rule.tensors}
+    served = {copy.tensor for copy in copies}
+    assert served == {n for n in tensors if drafts or not n.startswith("model.layers.2.")}
+
+
+def test_vocabulary_and_experts_of_a_training_rank_are_those_of_its_layout():
+    """100 tokens are padded to 102 over tp=3; 8 experts over ep=2 are 0 to 3 and 4 to 7."""
+    ranks, weights = build_training_side(CONFIG, Layout(tp=3), 0)
+    [embedding] = [w for w in weights if w.stage == "embedding"]
+    assert embedding.rule.get_local_shape(Shard(0, len(ranks.get_holders(embedding)))) == (34, 64)
+    ranks, weights = build_training_side(config_of(1), Layout(dp=2, ep=2), 0)
+    holders = {w.expert: ranks.get_holders(w) for w in weights if w.expert is not None}
+    assert holders == {n: (((0,), (1,))[n // 4],) for n in range(8)}
+
+
+def test_rows_of_experts_are_on_the_ranks_of_their_part_in_every_replica():
+    """Two replicas of two ranks: experts 0 to 3 are on ranks 0 and 2, experts 4 to 7 on 1 and 3."""
+    ranks, weights = build_training_side(config_of(1), Layout(dp=4, ep=2), 0, "rows", 2)
+    holders = {ranks.get_holders(weight) for weight in weights if weight.expert is not None}
+    assert holders == {((0, 2),), ((1, 3),)}
+    dense = {ranks.get_holders(weight) for weight in weights if weight.name == "lm_head.weight"}
+    assert dense == {((0, 2), (1, 3))}
+
+
+def test_a_server_shares_the_device_of_a_trainer_of_its_memory_domain():
+    """Both training ranks have all tensors: by the overlap alone rank 0 would be the first."""
+    spec = TransferSpec(
+        Layout(dp=2), 0, GenerationLayout(tp=2), "float32", WeightSyncConfig(), shard_format="full"
+    )
+    plan = plan_transfer(spec, config_of(1), 4, MemoryDomains(("a", "b"), ("b", "a"), 2))
+    for rank in range(2):
+        assert {copy.source_rank for copy in plan.list_received(rank)} == {1 - rank}
+
+
+def test_what_a_device_lacks_comes_from_its_own_node():
+    """Ranks 0 and 1 of a node have the two halves of a model, and so have ranks 2 and 3."""
+    spec = TransferSpec(
+        Layout(tp=2, dp=2), 0, GenerationLayout(dp=4), "float32", WeightSyncConfig()
+    )
+    domains = ("a", "a", "b", "b")
+    plan = plan_transfer(spec, config_of(1), 4, MemoryDomains(domains, domains, 2))
+    for rank in range(4):
+        sources = {copy.source_rank for copy in plan.list_received(rank)}
+        assert sources == {0, 1} if rank < 2 else {2, 3}, rank
+
+
+def test_sampled_checks_are_of_one_parameter_in_sixteen_and_of_all_in_sixteen_versions():
+    names = [f"layers.{n}.weight" for n in range(400)]
+    checked = {v: {n for n in names if is_checked("sampled", n, v)} for v in range(16)}
+    assert sum(map(len, checked.values())) == len(set().union(*checked.values())) == 400
+    assert all(10 < len(part) < 45 for part in checked.values())  # 25 on average
+    assert all(is_checked("full", name, 1) and not is_checked("off", name, 1) for name in names)
