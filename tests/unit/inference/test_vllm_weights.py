@@ -595,6 +595,17 @@ def test_a_quantising_loader_has_codes_and_scales_of_local_weights(tmp_path):
         torch.testing.assert_close(loaded[scales], torch.tensor([[450 / 448, 1 / 448]]))
 
 
+def test_a_dequantising_loader_has_experts_as_they_stand_in_the_file(tmp_path):
+    """vLLM transposes those of Qwen3-VL itself: [experts, hidden, 2 * intermediate]."""
+    config = {"architectures": ["Toy"], "model_type": "qwen3_vl_moe", "hidden_size": 4}
+    name, stored = "model.layers.0.mlp.experts.gate_up_proj", torch.randn(2, 4, 6)
+    save_file({name: stored}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model_config: Any = SimpleNamespace(model=str(tmp_path))
+    [(loaded_name, loaded)] = get_loader("mcore_rl").get_all_weights(model_config, None)
+    assert loaded_name == name and torch.equal(loaded, stored)
+
+
 def test_a_server_without_weights_has_small_ones_and_its_buffers_and_cache_scales(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(DENSE))
     model = build_model({"norm.weight": ((8,), torch.float32)})

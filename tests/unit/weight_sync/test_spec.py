@@ -447,16 +447,17 @@ def test_a_server_shares_the_device_of_a_trainer_of_its_memory_domain():
         assert {copy.source_rank for copy in plan.list_received(rank)} == {1 - rank}
 
 
-def test_what_a_device_lacks_comes_from_its_own_node():
-    """Ranks 0 and 1 of a node have the two halves of a model, and so have ranks 2 and 3."""
-    spec = TransferSpec(
-        Layout(tp=2, dp=2), 0, GenerationLayout(dp=4), "float32", WeightSyncConfig()
-    )
-    domains = ("a", "a", "b", "b")
-    plan = plan_transfer(spec, config_of(1), 4, MemoryDomains(domains, domains, 2))
-    for rank in range(4):
-        sources = {copy.source_rank for copy in plan.list_received(rank)}
-        assert sources == {0, 1} if rank < 2 else {2, 3}, rank
+@pytest.mark.parametrize(("domain", "node"), [("a", {0, 1}), ("b", {2, 3})])
+def test_what_a_device_lacks_comes_from_its_own_node(domain, node):
+    """Ranks 0 and 1 of a node have the two halves of a model, and so have ranks 2 and 3.
+
+    To send alike, all four would send to the only server.
+    """
+    settings = WeightSyncConfig()
+    spec = TransferSpec(Layout(tp=2, dp=2), 0, GenerationLayout(), "float32", settings)
+    domains = MemoryDomains(("a", "a", "b", "b"), (domain,), 2)
+    copies = plan_transfer(spec, config_of(1), 4, domains).list_received(0)
+    assert {copy.source_rank for copy in copies} == node
 
 
 def test_sampled_checks_are_of_one_parameter_in_sixteen_and_of_all_in_sixteen_versions():
