@@ -417,12 +417,19 @@ class FSDPEngine(BaseEngine):
 
     @property
     def _facts(self) -> dict[str, Any]:
-        return {
+        lora_config = self.spec.engine.lora
+        facts = {
             "engine": "fsdp",
             "architecture": self.hf_config["architectures"][0],
             "has_optimizer": self.optimizer is not None,
-            "lora_rank": self.spec.engine.lora.rank,
+            "lora_rank": lora_config.rank,
         }
+        if lora_config.rank:
+            # With another alpha the same factors are another model; with fewer targets, factors of
+            # the checkpoint would be left out without a word.
+            facts["lora_alpha"] = lora_config.alpha
+            facts["lora_targets"] = sorted(set(lora_config.targets))
+        return facts
 
     def _collect_state(self) -> sharded_rows.State:
         """Return weights and Adam's moments, which are zeros before the first step."""

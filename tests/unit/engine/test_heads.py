@@ -18,8 +18,9 @@ from mcore_rl.engine.base import EngineSpec
 from mcore_rl.engine.megatron import device
 from mcore_rl.engine.megatron.engine import ValueEngine
 from mcore_rl.engine.megatron.heads import LanguageModelHead, ValueHead
+from mcore_rl.engine.megatron.step import compute_training_loss
 from mcore_rl.engine.packing import MicroBatch, PackSplit, pack_samples
-from mcore_rl.engine.steps import ScoreSettings
+from mcore_rl.engine.steps import ScoreSettings, TokenCounts
 from mcore_rl.parallel.groups import use_single_rank_groups
 
 QWEN3 = {
@@ -172,3 +173,38 @@ def test_mtp_gradients_are_those_of_megatron(single_rank, depths):
     expected = torch.autograd.grad(output, (states, head), torch.zeros_like(output))
     torch.testing.assert_close(gradients, expected)
     assert expected[0].any()
+
+
+@pytest.mark.parametrize("depths", [0, 1, 2])
+def test_loss_of_a_step_adds_a_coefficient_times_the_mean_over_depths(single_rank, depths):
+    """Plain torch; Megatron divides by the number of tokens, which the loss is multiplied by."""
+    prompt, response, weights = [1, 2, 3], [4, 5, 6, 7], [0.1, 0.2, 0.3, 0.4]
+    micro = build_mtp_micro([prompt], [response], [weights], depths)
+    torch.manual_seed(0)
+    head, states = torch.randn(VOCAB, HIDDEN), torch.randn(1 + depths, 7, 1, HIDDEN)
+    model = SimpleNamespace(config=SimpleNamespace(sequence_parallel=False), head_weight=head)
+    settings = ScoreSettings(temperature=0.7, chunk_bytes=0, with_entropy=False)
+    total, num_tokens, result = compute_training_loss(
+        LanguageModelHead(VOCAB, settings),
+        lambda inputs: (-inputs.scores["log_probs"], {}),
+        TokenCounts(total=20, trained={"loss_weights": 9}),
+        model,
+        micro,
+        states.flatten(0, 1),
+        mtp_loss_coef=0.5,
+    )
+
+    def sum_losses(outputs: torch.Tensor, first_state: int, temperature: float) -> torch.Tensor:
+        log_probs = (outputs[first_state:, 0] @ head.t() / temperature).log_softmax(-1)
+        return -sum(
+            weight * log_probs[n, target]
+            for n, (target, weight) in enumerate(zip(response, weights, strict=True))
+        )
+
+    policy = sum_losses(states[0], 2, 0.7)
+    predictions = [sum_losses(states[1 + n], 1 - n, 1.0) for n in range(depths)]
+    mean = sum(predictions, torch.zeros(())) / max(depths, 1)
+    torch.testing.assert_close(total, 20 * (policy + 0.5 * mean))
+    assert int(num_tokens) == 7 and ("mtp_loss" in result) == (depths > 0)
+    torch.testing.assert_close(result["loss"].float(), policy)
+    torch.testing.assert_close(result.get("mtp_loss", mean), mean)

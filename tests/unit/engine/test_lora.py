@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from mcore_rl.checkpoint.peft import check_targets
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, LoRAConfig
+from mcore_rl.engine.megatron.heads import ValueHead
 from mcore_rl.engine.megatron.lora import (
     Adapter,
     FactorShard,
@@ -104,6 +106,23 @@ def test_forward_and_gradients_are_those_of_merged_weights(model):
     expected_gradients = gradients(model, run_merged(model, x))
     for actual, expected in zip(gradients(model, model(x)), expected_gradients, strict=True):
         torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_a_value_head_is_trained_beside_adapters_and_an_output_projection_is_not(has_bias):
+    config: Any = SimpleNamespace(hidden_size=4, params_dtype=torch.float32, sequence_parallel=True)
+    heads = ValueHead(config, has_bias=has_bias), torch.nn.Linear(4, 9)
+    mesh, trained = Mesh(Layout()), []
+    placement = WeightPlacement(mesh, split_into_chunks(Layout(), 1), num_experts=1)
+    for head in heads:
+        model = Layers()
+        model.output_layer = head
+        attach_adapters([model], WEIGHTS, placement, mesh.get_coordinate(0), CONFIG, seed=0)
+        names = {name for name, value in model.named_parameters() if value.requires_grad}
+        assert len({name for name in names if name.startswith("lora.")}) == 4
+        trained.append({name for name in names if not name.startswith("lora.")})
+    biases = {"output_layer.bias"} if has_bias else set()
+    assert trained == [{"output_layer.weight"} | biases, set()]
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])

@@ -1,16 +1,22 @@
 """Storages freed and made again: every view has its values, and what was elsewhere stays there."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 import torch
+from megatron.core.transformer import TransformerConfig
 
+from mcore_rl.config.schema import EngineConfig, OptimizerConfig
 from mcore_rl.engine import offload
 from mcore_rl.engine.base import MALLOC_VARIABLES
+from mcore_rl.engine.megatron import device, passthrough
 from mcore_rl.engine.megatron.offload import build_memory_report, move_parts
+from mcore_rl.engine.megatron.optimizer import build_optimizer, wrap_chunks
 from mcore_rl.engine.offload import HostMirror, move_storages
+from mcore_rl.parallel.groups import use_single_rank_groups
 
 CPU = torch.device("cpu")
 
@@ -104,6 +110,15 @@ def test_memory_report_counts_what_is_on_the_host_and_not_on_the_device():
     assert (away.parameters_bytes, away.gradients_bytes, away.on_device_bytes) == (52, 24, 24)
 
 
+def test_what_stays_in_the_same_memory_counts_as_away_and_a_shared_storage_once():
+    """The rows of 6 numbers have another name in the second layer; on the CPU lane none moves."""
+    first, second = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
+    second.weight = torch.nn.Parameter(first.weight.data.view(2, 3))
+    second.register_buffer("steps", torch.zeros(5))
+    report = build_memory_report([first, second], None, ("parameters",), {})
+    assert (report.parameters_bytes, report.on_device_bytes) == (4 * 6 + 4 * 5, 0)
+
+
 @pytest.mark.parametrize(
     ("use", "variables", "is_returned"),
     [
@@ -129,3 +144,82 @@ def test_on_the_cpu_lane_ranks_return_freed_memory_unless_half_is_free(
     monkeypatch.setattr(offload, "compute_memory_use", lambda: 1.0)
     offload.move_storages({}, "host", (), {}, CPU)  # leave nothing to tests of memory
     assert returned > 25_000_000 if is_returned else returned < 5_000_000
+
+
+@pytest.fixture
+def single_rank() -> Iterator[None]:
+    device.install(1)
+    with use_single_rank_groups():
+        yield
+
+
+def build_trained(dtype: torch.dtype) -> tuple[torch.nn.Linear, list[Any], Any]:
+    """Build a layer of 6 weights in Megatron's DDP, and its optimizer."""
+    layer: Any = torch.nn.Linear(3, 2, bias=False, dtype=dtype)
+    layer.config = TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=1)
+    fields = passthrough.read_engine_fields(EngineConfig())
+    chunks = wrap_chunks([layer], OptimizerConfig(), fields)
+    optimizer, _ = build_optimizer(chunks, OptimizerConfig(), fields, dtype, total_steps=3)
+    return layer, chunks, optimizer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_a_megatron_model_are_freed_and_are_zero_when_they_return(single_rank, dtype):
+    """Count 6 float32 gradients in the buffer of DDP and 6 of the optimizer's weights outside."""
+    layer, chunks, optimizer = build_trained(dtype)
+    mirrors = {"parameters": HostMirror(), "optimizer state": HostMirror()}
+
+    def count_bytes() -> int:
+        return build_memory_report(chunks, optimizer, (), mirrors).gradients_bytes
+
+    chunks[0](torch.ones(1, 3, dtype=dtype)).sum().backward()
+    assert layer.weight.main_grad.tolist() == [[1, 1, 1]] * 2
+    for part in optimizer.chained_optimizers:
+        for weight in (weight for group in part.param_groups for weight in group["params"]):
+            weight.grad = torch.ones(2, 3)
+    assert count_bytes() == 24 + 24
+    move_parts(chunks, optimizer, "host", ["parameters", "optimizer state"], mirrors)
+    assert count_bytes() == 24 + 24 and layer.weight.main_grad.sum() == 6
+    move_parts(chunks, optimizer, "host", ["gradients"], mirrors)
+    assert count_bytes() == 0
+    move_parts(chunks, optimizer, "device", ["parameters", "optimizer state"], mirrors)
+    assert count_bytes() == 0
+    move_parts(chunks, optimizer, "device", ["gradients"], mirrors)
+    assert layer.weight.main_grad.tolist() == [[0, 0, 0]] * 2
+    assert count_bytes() == 24
+
+
+@pytest.mark.parametrize(("dtype", "num_bytes"), [(torch.float32, 48), (torch.bfloat16, 72)])
+def test_state_of_a_megatron_optimizer_is_moments_and_float32_weights_of_a_narrow_model(
+    single_rank, dtype, num_bytes
+):
+    """Two moments of 6 numbers and, in bfloat16, 6 float32 weights; a step count of 4 bytes."""
+    layer, chunks, optimizer = build_trained(dtype)
+    chunks[0](torch.ones(1, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    report = build_memory_report(chunks, optimizer, (), {})
+    assert report.optimizer_state_bytes - num_bytes in (0, 4)  # FusedAdam counts in its groups
+    assert report.parameters_bytes == layer.weight.nbytes
+
+
+@pytest.mark.parametrize(("dtype", "num_weights"), [(torch.float32, 0), (torch.bfloat16, 6)])
+def test_state_of_an_optimizer_moves_without_the_weights_of_the_model(
+    single_rank, monkeypatch, dtype, num_weights
+):
+    layer, chunks, optimizer = build_trained(dtype)
+    chunks[0](torch.ones(1, 3, dtype=dtype)).sum().backward()
+    optimizer.step()
+    weights = layer.weight.clone()
+    module = SimpleNamespace(empty_cache=lambda: None)
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "meta")
+    monkeypatch.setattr("mcore_rl.engine.megatron.offload.get_device_type", lambda: "cuda")
+    mirrors = {part: MirrorOfHost() for part in ("parameters", "optimizer state")}
+    move_parts(chunks, optimizer, "host", ["optimizer state"], mirrors)
+    num_numbers = 2 * 6 + num_weights
+    assert mirrors["optimizer state"].num_bytes - 4 * num_numbers in (0, 4)  # count of steps
+    assert mirrors["parameters"].num_bytes == 0 and torch.equal(layer.weight, weights)
+    move_parts(chunks, optimizer, "host", ["parameters"], mirrors)
+    assert layer.weight.untyped_storage().nbytes() == 0
+    move_parts(chunks, optimizer, "device", ["parameters", "optimizer state"], mirrors)
+    assert torch.equal(layer.weight, weights)

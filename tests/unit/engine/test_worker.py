@@ -7,10 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.config.schema import EngineConfig
+from mcore_rl.config.errors import PeerError
+from mcore_rl.config.schema import EngineConfig, FSDPConfig, Layout, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, get_registered_methods
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.parallel.rendezvous import RendezvousEndpoint
+from mcore_rl.reshard.layout import GenerationLayout
+from mcore_rl.weight_sync.spec import TransferSpec
 
 
 def test_ranks_that_share_a_model_get_the_same_samples():
@@ -136,3 +140,51 @@ def test_a_model_that_cannot_come_back_fails_the_call_that_needs_it(engine):
     with pytest.raises(MemoryError, match="no device memory"):
         worker.compute_values(BATCH)
     assert engine.calls == [f"host {ALL}"]
+
+
+def test_a_transfer_is_of_the_replicas_and_prediction_layers_that_the_engine_has(
+    engine, monkeypatch
+):
+    engine.layout, engine.num_mtp_layers, engine.shard_format = Layout(dp=4), 1, "rows"
+    spec: Any = SimpleNamespace(
+        engine=EngineConfig(fsdp=FSDPConfig(num_replicas=2)),
+        model=SimpleNamespace(dtype="bfloat16", family="transformers"),
+    )
+    worker, servers = ModelWorker(spec, len), GenerationLayout(tp=2)
+    monkeypatch.setenv("RENDEZVOUS_HOST", "127.0.0.1")
+    monkeypatch.setenv("RENDEZVOUS_PORT", "9")
+    monkeypatch.setenv("RENDEZVOUS_TOKEN", "secret")
+    lists, settings = [[["a", "float32", [1], []]]], WeightSyncConfig(verify="full")
+    endpoints = []
+    for arguments in ((), ("huggingface", lists)):
+        endpoint, transfer = worker.open_weights(servers, settings, *arguments)
+        endpoints.append(endpoint)
+        weight_format, worker_lists = arguments or ("vllm", [])
+        assert transfer == TransferSpec(
+            Layout(dp=4), 1, servers, "bfloat16", settings, shard_format="rows", num_replicas=2,
+            weight_format=weight_format, family="transformers", worker_lists=worker_lists,
+        )  # fmt: skip
+    assert {endpoint.host for endpoint in endpoints} == {"127.0.0.1"}
+    worker._rendezvous.close()
+
+
+def test_a_rank_connects_by_its_number_and_leaves_when_a_peer_is_lost(engine, monkeypatch):
+    made, endpoint = [], RendezvousEndpoint("127.0.0.1", 9, "secret")
+    engine.hf_config, engine.world_rank, engine.device = {"a": 1}, 3, "cpu"
+
+    def fail(*args: Any) -> None:
+        raise PeerError("gone")
+
+    def connect(*args: Any) -> Any:
+        made.append((args, closed := []))
+        return SimpleNamespace(send=fail, close=lambda: closed.append(True))
+
+    monkeypatch.setattr("mcore_rl.engine.worker.connect", connect)
+    worker: Any = build_worker()
+    for name in ("first", "second"):
+        worker.connect_weights(endpoint, name)
+    assert made[1][0] == ("second", endpoint, {"a": 1}, 3, "cpu")
+    assert [closed for _, closed in made] == [[True], []]
+    with pytest.raises(PeerError, match="gone"):
+        worker.send_weights(1)
+    assert made[1][1] == [True]

@@ -18,6 +18,7 @@ from vllm.model_executor.model_loader.reload import (
     record_metadata_for_reloading,
 )
 
+from mcore_rl.inference.vllm import weights as vllm_weights
 from mcore_rl.inference.vllm.weights import ShardWriter
 from mcore_rl.reshard.executor import ReceivedSlice
 from mcore_rl.reshard.rules import LogicalTensor, Shard, Split
@@ -87,3 +88,26 @@ def test_update_without_a_workers_rows_is_refused():
     model = build_layer(VocabParallelEmbedding, 30, 0, 2)
     with pytest.raises(ValueError, match=r"1 modules did not get all weights: \['layer'\]"):
         write(model, {}, 0, 2)
+
+
+@pytest.mark.parametrize("kind", [ParallelLMHead, VocabParallelEmbedding])
+def test_update_has_no_rows_of_a_head_that_is_tied_to_the_embedding(kind):
+    model = build_layer(kind, 64, 0, 1)
+    model.config.tie_word_embeddings = True
+    if kind is ParallelLMHead:
+        write(model, {}, 0, 1)
+    model.config.tie_word_embeddings = kind is VocabParallelEmbedding
+    with pytest.raises(ValueError, match=r"1 modules did not get all weights: \['layer'\]"):
+        write(model, {}, 0, 1)
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_output_heads_are_packed_again_after_an_update_on_a_cpu(monkeypatch, is_cpu):
+    model, packed = build_layer(ParallelLMHead, 64, 0, 1), []
+    model.embedding = build_layer(VocabParallelEmbedding, 64, 0, 1).layer
+    for layer in (model.layer, model.embedding):
+        layer.quant_method = SimpleNamespace(process_weights_after_loading=packed.append)
+    platform = SimpleNamespace(is_cpu=lambda: is_cpu)
+    monkeypatch.setattr(vllm_weights, "current_platform", platform)
+    vllm_weights.repack_output_heads(model)
+    assert packed == ([model.layer] if is_cpu else [])

@@ -12,7 +12,15 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, WeightSyncConfig
 from mcore_rl.reshard.layout import FullRanks, GenerationLayout
 from mcore_rl.reshard.planner import Devices, Plan, TransferRequirements
-from mcore_rl.reshard.rules import Block, Box, LogicalTensor, Replicated, Weight, slice_rows
+from mcore_rl.reshard.rules import (
+    Block,
+    Box,
+    LogicalTensor,
+    Replicated,
+    Shard,
+    Weight,
+    slice_rows,
+)
 from mcore_rl.weight_sync.spec import (
     ListedParameter,
     MemoryDomains,
@@ -24,6 +32,7 @@ from mcore_rl.weight_sync.spec import (
     check_worker_layout,
     compute_expected_layout,
     group_memory_domains,
+    is_checked,
     plan_transfer,
 )
 from tests.operations import growth
@@ -145,6 +154,77 @@ def test_experts_that_are_dealt_in_another_way_are_named():
     turned = replace(workers[0], experts={**workers[0].experts, W13: (0, 2, 4)})
     with pytest.raises(ConfigError, match=rf"experts of {W13} are \(0, 2, 4\), .* \(0, 1, 2\)"):
         check(turned, 0)
+
+
+def test_quantised_parameters_are_expected_as_codes_and_their_scales_as_float32():
+    """Compute by hand: two experts of 128 rows each for gate and up; a scale per 128 x 128."""
+    config = config_of(1) | {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 2}
+    ranks, (_, weights) = build_generation_side(
+        config, GenerationLayout(), quantization="fp8_block"
+    )
+    parameters, _ = compute_expected_layout(ranks, weights, 0, "bfloat16")
+    experts = "model.layers.0.mlp.experts.routed_experts"
+    expected = {
+        f"{experts}.w13_weight": ((2, 256, 256), "float8_e4m3fn"),
+        f"{experts}.w13_weight_scale_inv": ((2, 2, 2), "float32"),
+        f"{experts}.w2_weight": ((2, 256, 128), "float8_e4m3fn"),
+        f"{experts}.w2_weight_scale_inv": ((2, 2, 1), "float32"),
+        "model.layers.0.input_layernorm.weight": ((256,), "bfloat16"),
+        "lm_head.weight": ((64, 256), "bfloat16"),
+    }
+    assert {name: parameters[name] for name in expected} == expected
+
+
+def test_a_server_of_whole_tensors_has_a_models_layers_by_stage_and_no_prediction_layer():
+    """Two decoder layers over two stages; the prediction layer would be the third, layer 2."""
+    config = CONFIG | {"num_nextn_predict_layers": 1}
+    ranks, (_, weights) = build_generation_side(config, GenerationLayout(pp=2), "huggingface")
+    names = [{w.name for w in weights if stage in ranks.get_holders(w)[0]} for stage in range(2)]
+    prefixes = [{".".join(name.split(".")[:3]) for name in stage} for stage in names]
+    assert prefixes == [
+        {"model.embed_tokens.weight", "model.layers.0"},
+        {"model.layers.1", "model.norm.weight", "lm_head.weight"},
+    ]
+    assert not names[0] & names[1] and len(weights) == sum(map(len, names))
+    bias = "model.layers.1.mlp.gate.e_score_correction_bias"
+    assert {weight.name for weight in weights if weight.float32} == {bias}
+
+
+def test_a_tied_head_is_listed_once_and_not_by_its_own_name():
+    config = config_of(1) | {"tie_word_embeddings": True}
+    _, (_, weights) = build_generation_side(config, GenerationLayout(), "huggingface")
+    names = [weight.name for weight in weights]
+    assert len(names) == len(set(names)) and "lm_head.weight" not in names
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_a_tied_head_of_a_worker_is_compared_where_it_has_a_copy(pp):
+    """vLLM lists it in any case; on the stage of the embedding it is the embedding itself."""
+    config, layout = config_of(2) | {"tie_word_embeddings": True}, GenerationLayout(pp=pp)
+    ranks, (_, weights) = build_generation_side(config, layout)
+    parameters, experts = compute_expected_layout(ranks, weights, pp - 1, "bfloat16")
+    assert ("lm_head.weight" in parameters) == (pp == 2)
+    wrong_head = {**parameters, "lm_head.weight": ((3, 3), "bfloat16")}
+
+    def check() -> None:
+        check_worker_layout(WorkerLayout(wrong_head, experts), ranks, weights, pp - 1, "bfloat16")
+
+    if pp == 1:
+        check()
+    else:
+        with pytest.raises(ConfigError, match=r"lm_head.weight are \(\(3, 3\)"):
+            check()
+
+
+def test_experts_are_compared_of_parameters_with_rules_and_if_vllm_lists_them():
+    """Buffers beside the parameters have rows of experts, too; a server without EP lists none."""
+    workers, check = build_workers(GenerationLayout(tp=2, ep=2))
+    buffer = "model.layers.1.mlp.experts.routed_experts.buffer"
+    check(replace(workers[1], experts={**workers[1].experts, buffer: (0, 1, 2)}), 1)
+    check(replace(workers[1], experts={}), 1)
+    without = {name: rows for name, rows in workers[1].experts.items() if name != W13}
+    with pytest.raises(ConfigError, match=rf"experts of {W13} are missing"):
+        check(replace(workers[1], experts=without), 1)
 
 
 @pytest.mark.parametrize("domains", [None, MemoryDomains(("a", "b"), ("b", "a"), 2)])
@@ -309,3 +389,80 @@ def test_every_field_of_a_spec_survives_the_way_to_a_server():
     default = TransferSpec(Layout(), 0, GenerationLayout(), "bfloat16", WeightSyncConfig())
     assert TransferSpec.parse(json.loads(json.dumps(spec.to_dict()))) == spec
     assert all(getattr(spec, f.name) != getattr(default, f.name) for f in fields(TransferSpec))
+
+
+def test_only_listed_parameters_in_float32_stay_so_in_an_update():
+    dtypes = {"norm": "float32", "up": "bfloat16"}
+    blocks = {name: slice_rows(LogicalTensor(name, (4, 2)), 0, 4, 0) for name in dtypes}
+    lists = [[list_parameter(name, blocks[name], dtype=dtypes[name]) for name in dtypes]]
+    _, weights = build_listed_side(GenerationLayout(), lists)
+    assert {weight.name: weight.itemsize for weight in weights} == {"norm": 4, "up": None}
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_a_draft_model_receives_the_prediction_layer_from_the_stage_that_trains_it(drafts):
+    """Decoder layers 0 and 1 are on two stages, the prediction layer, 2, is on the last."""
+    config = CONFIG | {"num_nextn_predict_layers": 1}
+    spec = TransferSpec(
+        Layout(pp=2), 1, GenerationLayout(), "bfloat16", WeightSyncConfig(), drafts=drafts
+    )
+    copies = plan_transfer(spec, config, 2).list_received(0)
+    sources = {
+        layer: {c.source_rank for c in copies if c.tensor.startswith(f"model.layers.{layer}.")}
+        for layer in range(4)
+    }
+    assert sources == {0: {0}, 1: {1}, 2: {1} if drafts else set(), 3: set()}
+    (_, weights) = build_training_side(config, Layout(pp=2), 1)
+    tensors = {t.name for weight in weights for t in weight.rule.tensors}
+    served = {copy.tensor for copy in copies}
+    assert served == {n for n in tensors if drafts or not n.startswith("model.layers.2.")}
+
+
+def test_vocabulary_and_experts_of_a_training_rank_are_those_of_its_layout():
+    """100 tokens are padded to 102 over tp=3; 8 experts over ep=2 are 0 to 3 and 4 to 7."""
+    ranks, weights = build_training_side(CONFIG, Layout(tp=3), 0)
+    [embedding] = [w for w in weights if w.stage == "embedding"]
+    assert embedding.rule.get_local_shape(Shard(0, len(ranks.get_holders(embedding)))) == (34, 64)
+    ranks, weights = build_training_side(config_of(1), Layout(dp=2, ep=2), 0)
+    holders = {w.expert: ranks.get_holders(w) for w in weights if w.expert is not None}
+    assert holders == {n: (((0,), (1,))[n // 4],) for n in range(8)}
+
+
+def test_rows_of_experts_are_on_the_ranks_of_their_part_in_every_replica():
+    """Two replicas of two ranks: experts 0 to 3 are on ranks 0 and 2, experts 4 to 7 on 1 and 3."""
+    ranks, weights = build_training_side(config_of(1), Layout(dp=4, ep=2), 0, "rows", 2)
+    holders = {ranks.get_holders(weight) for weight in weights if weight.expert is not None}
+    assert holders == {((0, 2),), ((1, 3),)}
+    dense = {ranks.get_holders(weight) for weight in weights if weight.name == "lm_head.weight"}
+    assert dense == {((0, 2), (1, 3))}
+
+
+def test_a_server_shares_the_device_of_a_trainer_of_its_memory_domain():
+    """Both training ranks have all tensors: by the overlap alone rank 0 would be the first."""
+    spec = TransferSpec(
+        Layout(dp=2), 0, GenerationLayout(tp=2), "float32", WeightSyncConfig(), shard_format="full"
+    )
+    plan = plan_transfer(spec, config_of(1), 4, MemoryDomains(("a", "b"), ("b", "a"), 2))
+    for rank in range(2):
+        assert {copy.source_rank for copy in plan.list_received(rank)} == {1 - rank}
+
+
+@pytest.mark.parametrize(("domain", "node"), [("a", {0, 1}), ("b", {2, 3})])
+def test_what_a_device_lacks_comes_from_its_own_node(domain, node):
+    """Ranks 0 and 1 of a node have the two halves of a model, and so have ranks 2 and 3.
+
+    To send alike, all four would send to the only server.
+    """
+    settings = WeightSyncConfig()
+    spec = TransferSpec(Layout(tp=2, dp=2), 0, GenerationLayout(), "float32", settings)
+    domains = MemoryDomains(("a", "a", "b", "b"), (domain,), 2)
+    copies = plan_transfer(spec, config_of(1), 4, domains).list_received(0)
+    assert {copy.source_rank for copy in copies} == node
+
+
+def test_sampled_checks_are_of_one_parameter_in_sixteen_and_of_all_in_sixteen_versions():
+    names = [f"layers.{n}.weight" for n in range(400)]
+    checked = {v: {n for n in names if is_checked("sampled", n, v)} for v in range(16)}
+    assert sum(map(len, checked.values())) == len(set().union(*checked.values())) == 400
+    assert all(10 < len(part) < 45 for part in checked.values())  # 25 on average
+    assert all(is_checked("full", name, 1) and not is_checked("off", name, 1) for name in names)
