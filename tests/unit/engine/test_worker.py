@@ -1,5 +1,6 @@
 """The methods of a training rank, as its group calls them."""
 
+import socket
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -165,6 +166,8 @@ def test_a_transfer_is_of_the_replicas_and_prediction_layers_that_the_engine_has
             weight_format=weight_format, family="transformers", worker_lists=worker_lists,
         )  # fmt: skip
     assert {endpoint.host for endpoint in endpoints} == {"127.0.0.1"}
+    with pytest.raises(ConnectionRefusedError):  # the first is closed
+        socket.create_connection((endpoints[0].host, endpoints[0].port), timeout=5)
     worker._rendezvous.close()
 
 
