@@ -135,3 +135,32 @@ def test_lengths_of_a_file_are_drawn_evenly(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError, match=message):
             read_lengths(path, longest=100, prompt=5)
+
+
+def test_prompts_are_read_in_passes_of_the_batched_tokens() -> None:
+    """Eight prompts of 3,000 tokens, of which 4,096 are a pass: six passes of 4,000."""
+    server = build_server("Qwen3-8B", max_num_batched_tokens=4096)
+    expected = 6 * server.predict_pass(4000 / 3000, 3000, 1500)[0]
+    assert server.predict_prefill(8 * 3000, 3000) == pytest.approx(expected)
+    # Of two groups of four responses, and one of one, each has one prompt.
+    time = server.predict([10.0] * 9, prompt=3000, group_size=4)
+    assert time.prefill_s == pytest.approx(server.predict_prefill(3 * 3000, 3000))
+
+
+def test_a_server_has_the_slots_of_its_limit_or_its_cache() -> None:
+    """36 layers with keys and values of 8 heads of 128, half of them on each of two ranks."""
+    server = build_server("Qwen3-8B", tp=2)
+    server.rollout = replace(server.rollout, kv_cache_bytes=36 * 2 * 4 * 128 * 2 * 10_000)
+    assert server.count_slots(1000) == 10
+    server.rollout = replace(server.rollout, max_num_seqs=3, dp=2)
+    assert server.count_slots(1000) == 2 * 3
+
+
+def test_replicas_exchange_tokens_of_experts_and_back() -> None:
+    """A rank of tp=2 sends the half of a replica's tokens, 4 copies, half to the other replica."""
+    server = build_server("Qwen3-30B-A3B", tp=2, dp=2, ep=True)
+    _, exchange = server.predict_pass(64, 1, 0)
+    size = 32 / 2 * 4 * 2048 * 2 / 2
+    link = H100.nvlink_bandwidth * H100.nvlink_share
+    assert exchange == pytest.approx(48 * 2 * size / link)
+    assert build_server("Qwen3-30B-A3B", tp=4, ep=True).predict_pass(64, 1, 0)[1] == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -63,3 +64,16 @@ def test_file_with_an_impossible_field_is_refused(
     path.write_text(yaml.safe_dump(yaml.safe_load((FOLDER / "h100.yaml").read_text()) | change))
     with pytest.raises(ConfigError, match=message):
         load_hardware(str(path))
+
+
+def test_an_all_reduce_is_a_ring_in_a_domain_and_a_tree_over_domains() -> None:
+    device = replace(
+        load_hardware("h100"),
+        nvlink_bandwidth=2e9, nvlink_share=0.5, nvlink_latency_s=0.1, nvlink_domain=8,
+        network_bandwidth=2e8, network_share=0.5, network_latency_s=0.2,
+    )  # fmt: skip
+    assert device.predict_all_reduce(8e9, 1) == 0
+    assert device.predict_all_reduce(8e9, 8) == pytest.approx(0.1 + 2 * 8 * 7 / 8)
+    # Four domains: up and down two levels, over eight ports of 1e8 bytes a second each.
+    expected = 0.1 + 2 * 8 * 31 / 32 + 4 * 0.2 + 2 * 8e9 / 8e8
+    assert device.predict_all_reduce(8e9, 32) == pytest.approx(expected)

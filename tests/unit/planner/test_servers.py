@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 
 from mcore_rl.config.schema import RolloutConfig, SpeculativeConfig
-from mcore_rl.planner.servers import GRAPH_BYTES, count_graph_bytes, list_graph_sizes
+from mcore_rl.planner.servers import (
+    ATTENTION_WORKSPACE_BYTES,
+    GRAPH_BYTES,
+    count_graph_bytes,
+    count_workspace_bytes,
+    list_graph_sizes,
+)
 from tests.published_runs import read_model
 
 
@@ -68,3 +74,32 @@ def test_graphs_take_bytes_for_each_size_and_layer() -> None:
     small = RolloutConfig(max_num_seqs=8)  # 1, 2, 4, 8, 16
     assert count_graph_bytes(small, model) == 5 * 36 * GRAPH_BYTES
     assert count_graph_bytes(RolloutConfig(engine={"optimization_level": 0}), model) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "num_bytes"),
+    [
+        # Logits of 1,024 sequences twice in float32, or a pass of 8,192 tokens through a layer:
+        # four hidden states, and gate, up and product on half of the columns.
+        ("Qwen3-8B", {"tp": 2}, 1024 * 151936 * 2 * 4),
+        ("Qwen3-8B", {"tp": 2, "max_num_seqs": 64}, 8192 * (4 * 4096 + 3 * 12288 / 2) * 2),
+        # A token goes to 8 experts, of half of their columns each.
+        (
+            "Qwen3-30B-A3B",
+            {"tp": 2, "max_num_seqs": 64},
+            8192 * (4 * 2048 + 8 * (2 * 2048 + 3 * 768 / 2)) * 2,
+        ),
+        # Or to a quarter of its experts, 1.5 times as often, from both replicas.
+        (
+            "Qwen3-30B-A3B",
+            {"tp": 2, "dp": 2, "ep": True, "max_num_seqs": 64},
+            8192 * (4 * 2048 + 8 * 1.5 / 4 * 2 * (2 * 2048 + 3 * 768)) * 2,
+        ),
+    ],
+)
+def test_workspace_is_a_layer_or_logits(
+    name: str, settings: dict[str, Any], num_bytes: float
+) -> None:
+    model = read_model({"model": name})
+    actual = count_workspace_bytes(RolloutConfig(**settings), model, 2, 1.5)
+    assert actual == int(num_bytes) + ATTENTION_WORKSPACE_BYTES
