@@ -140,7 +140,9 @@ def search_layouts(
     is_shared = are_colocated(config.placement, "actor", "rollout")
     splits = _list_splits(_count_free_devices(config, num_devices), hardware, is_shared)
     if has_reference_model(config) and not are_colocated(config.placement, "actor", "reference"):
-        splits = [(n // 2, num_serving) for n, num_serving in splits if n > 1]
+        # The reference has the actor's layout on as many devices; servers that share the actor's
+        # have no others.
+        splits = [(n // 2, n // 2 if is_shared else serving) for n, serving in splits if n > 1]
     check = check or _check_settings
     exceeding: list[Trainer] = []
     candidates: list[Candidate] = []

@@ -71,8 +71,11 @@ class LayerTime:
             if module == "core_attn":
                 seconds += self.attention_s
             elif module == "moe":
-                seconds += sum(self.compute[p] for p in ("experts", "router", "shared_experts"))
-                seconds += self.compute["moe_act"] + self.communication["expert_parallel"]
+                seconds += sum(
+                    self.compute[part]
+                    for part in ("router", "permute", "experts", "moe_act", "shared_experts")
+                )
+                seconds += self.communication["expert_parallel"]
             else:
                 seconds += self.compute.get(module, 0.0)
         return seconds

@@ -21,8 +21,8 @@ def test_an_axis_doubles_for_half_of_the_data_parallel_ranks() -> None:
         expected = {f"actor.layout.{axis}": size, "actor.layout.dp": 2}
         assert changes[f"actor: {axis}"] == expected
     assert "actor: tp" not in list_names(Layout(tp=2, dp=3)) and "actor: ep" not in changes
-    changes = list_names(Layout(dp=4, ep=2), "Qwen3-30B-A3B")
-    assert changes["actor: ep"] == {"actor.layout.ep": 4}
+    changes = list_names(Layout(dp=4, ep=4), "Qwen3-30B-A3B")
+    assert changes["actor: ep"] == {"actor.layout.ep": 8}
 
 
 def test_micro_batches_shrink_to_the_longest_sequence_on_a_context_parallel_rank() -> None:

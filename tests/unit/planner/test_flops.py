@@ -204,3 +204,34 @@ def test_a_window_limits_the_keys_of_a_query() -> None:
     expected = sum(min(i, 128) for i in range(1, 1001)) / 1000
     assert layer.count_keys(1000) == pytest.approx(expected)
     assert layer.count_keys(100) == sum(range(1, 101)) / 100
+
+
+def test_sizes_of_attention_and_experts_of_published_layers() -> None:
+    dense, *_, sparse = count_work(read_model({"model": "DeepSeek-V3"})).layers
+    # 128 heads with keys of 128 and 64 dims, and values of 128.
+    query, value = 128 * 192, 128 * 128
+    assert sparse.pair_flops == 2 * (query + value)
+    assert sparse.decode_pair_flops == 2 * 128 * (2 * 512 + 64)
+    assert (sparse.heads_elements, sparse.key_value_elements) == (2 * query + value, query + value)
+    assert (dense.act_elements, sparse.act_elements) == (3 * 18432, 3 * 2048 * (8 + 1))
+    assert (sparse.num_experts, sparse.topk) == (256, 8)
+    assert (sparse.num_groups, sparse.group_topk) == (8, 4)
+    assert sparse.expert_parameters == 256 * 3 * 7168 * 2048
+    layer = count_work(read_model({"model": "Qwen3-8B"})).layers[0]
+    assert (layer.heads_elements, layer.key_value_elements) == (48 * 128, 16 * 128)
+
+
+def test_linear_attention_has_four_products_with_its_state() -> None:
+    """Qwen3-Next: 16 key heads, 32 value heads of 128 dims; each fourth layer compares pairs."""
+    work = count_work(read_model({"model": "Qwen3-Next-80B-A3B"}))
+    linear, pairs = work.layers[0], work.layers[3]
+    assert linear.state_flops == 4 * 2 * 32 * 128 * 128 and linear.pair_flops == 0
+    assert (linear.heads_elements, linear.key_value_elements) == ((16 + 16 + 32) * 128, 0)
+    assert pairs.state_flops == 0 and pairs.pair_flops == 2 * 2 * 16 * 256
+
+
+def test_a_value_model_has_one_output_and_no_prediction_layers() -> None:
+    work = count_work(read_model({"model": "DeepSeek-V3"}))
+    value = work.with_value_head()
+    assert value.parameters == work.parameters - (129280 - 1) * 7168
+    assert value.mtp_layers == () and work.mtp_layers

@@ -164,3 +164,14 @@ def test_replicas_exchange_tokens_of_experts_and_back() -> None:
     link = H100.nvlink_bandwidth * H100.nvlink_share
     assert exchange == pytest.approx(48 * 2 * size / link)
     assert build_server("Qwen3-30B-A3B", tp=4, ep=True).predict_pass(64, 1, 0)[1] == 0
+
+
+def test_tensor_parallel_ranks_sum_states_twice_a_layer() -> None:
+    """A link a thousand times slower adds two all-reduces of 32 states for each of 36 layers."""
+    server = build_server("Qwen3-8B", tp=2)
+    fast_s, _ = server.predict_pass(32, 1, 0)
+    server.hardware = replace(H100, nvlink_bandwidth=H100.nvlink_bandwidth / 1000)
+    slow_s, _ = server.predict_pass(32, 1, 0)
+    size = 2 * (32 * 4096 * 2) / 2  # of a ring of two: each half goes around twice
+    more = 36 * 2 * size * 999 / (H100.nvlink_bandwidth * H100.nvlink_share)
+    assert slow_s - fast_s == pytest.approx(more)

@@ -91,13 +91,15 @@ def test_every_float8_recipe_has_the_rate_of_float8_products(recipe: str) -> Non
 # Pipelines and replicas in memory
 
 
-def count_stored(num_samples: int, *, unit: int = 1, mini_batches: int = 1, **axes: int) -> int:
+def count_stored(
+    num_samples: int, *, rank: int = 0, unit: int = 1, mini_batches: int = 1, **axes: int
+) -> int:
     """Return the activations of an update whose layers store their inputs alone."""
     config = build_config(Layout(pp=2, **axes), num_samples)
     config.actor.recompute = RecomputeConfig("full", num_layers=unit)
     config.algorithm.num_mini_batches = mini_batches
     plan = plan_memory(config, MODEL, Conditions("cpu", imbalance=1.0))
-    return get_moment(plan, "actor: update").kinds["activations"]
+    return get_moment(plan, "actor: update", rank).kinds["activations"]
 
 
 def test_a_stage_stores_the_inputs_of_the_micro_batches_in_flight() -> None:
@@ -109,6 +111,8 @@ def test_a_stage_stores_the_inputs_of_the_micro_batches_in_flight() -> None:
     assert count_stored(8, cp=2) - count_stored(4, cp=2) == LAYERS // 2 * pack
     # A unit of three layers stores one input.
     assert count_stored(4, unit=3) - count_stored(2, unit=3) == LAYERS // 2 // 3 * pack
+    # The last stage has one micro-batch in flight, however many there are.
+    assert count_stored(8, rank=1) == count_stored(2, rank=1)
     # Chunks of nine layers: three micro-batches of the first and two of the second, not 2 of 18.
     assert count_stored(8, vpp=2) - count_stored(8) == (9 * (3 + 2) - 18 * 2) * pack
 
@@ -162,7 +166,10 @@ def test_a_host_has_what_its_ranks_leave_and_a_checkpoint_in_flight() -> None:
     assert plan.host["offloaded optimizer"] == adam
     assert plan.host["checkpoint in flight"] == weights + adam
     config.actor.optimizer.cpu_offload = True
-    host = plan_memory(config, MODEL, Conditions("cpu")).host
+    plan = plan_memory(config, MODEL, Conditions("cpu"))
+    host, update = plan.host, get_moment(plan, "actor: update")
+    assert "optimizer" not in update.kinds and update.kinds["gradients"] == 4 * stage.parameters
+    assert host["optimizer on the host"] == 4 * 16 * (stage.parameters // 4)
     assert host["offloaded weights"] == weights and "offloaded optimizer" not in host
     config.placement.rollout = "own"  # then nobody else has the actor's devices
     assert "offloaded weights" not in plan_memory(config, MODEL, Conditions("cpu")).host
@@ -185,6 +192,11 @@ def test_a_reference_on_its_own_pool_has_contexts_of_its_own_and_stays_on_its_de
     [weights] = [s.weight_bytes for r in alone.roles if r.name == "reference" for s in r.stages]
     more = shared.host["offloaded weights"] - alone.host["offloaded weights"]
     assert more == 8 * weights
+    # Two roles with pools of their own do not share one.
+    config.placement.rollout = "own"
+    apart = plan_memory(config, MODEL, Conditions())
+    for name in ("reference: log-probs", "rollout: generate", "actor: update"):
+        assert get_moment(apart, name).kinds["CUDA contexts"] == CONTEXT_BYTES
     # Beside the actor alone, with servers elsewhere, it takes turns still.
     config.placement.reference, config.placement.rollout = "shared", "own"
     assert plan_memory(config, MODEL, Conditions()).host["offloaded weights"] == 2 * 8 * weights
@@ -208,3 +220,32 @@ def test_servers_on_their_own_pool_have_a_bundle_for_each_node() -> None:
     config.rollout.tp, config.rollout.num_servers, config.rollout.nodes_per_server = 16, 3, 2
     pool = build_pool_plans(config)["rollout"]
     assert (pool.num_bundles, pool.devices_per_bundle) == (3 * 2, 8)
+
+
+# Trainers
+
+
+def test_a_weight_sync_brings_a_worker_its_share_over_the_link_of_all_devices() -> None:
+    config = build_config(Layout(dp=8))
+    config.rollout.tp, config.rollout.num_servers = 2, 4
+    step = predict_step(config, MODEL, H100, LENGTHS)
+    link = H100.nvlink_bandwidth * H100.nvlink_share
+    # Into a bucket and out of it: two latencies. Half of 8.19 B parameters in bfloat16.
+    expected = 8_190_735_360 * 2 / 2 / link + 2 * H100.nvlink_latency_s
+    assert step.weight_sync_s == pytest.approx(expected)
+
+
+def test_servers_that_never_drain_generate_at_the_rate_of_full_slots() -> None:
+    """Sixteen samples of 1,000 tokens on each of four servers, and their prompts."""
+    config = build_config(Layout(dp=4))
+    config.placement.rollout, config.rollout.num_servers = "own", 4
+    config.trainer.mode = "fully_async"
+    step = predict_step(config, MODEL, H100, LENGTHS)
+    rate, prompts_s = step.generation.steady_tokens_per_s, step.generation.prefill_s
+    steady_s = 16 * 1000 / rate + prompts_s
+    assert steady_s < step.generation.total_s
+    assert step.step_s == pytest.approx(max(steady_s, step.training_s) + step.weight_sync_s)
+    assert step.trainer_idle_s == pytest.approx(max(0, steady_s - step.training_s))
+    assert step.servers_idle_s == pytest.approx(max(0, step.training_s - steady_s))
+    tokens = 64 * (1000 + 256)
+    assert step.tokens_per_s == pytest.approx(tokens / step.step_s / 8)

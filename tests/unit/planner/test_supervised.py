@@ -12,6 +12,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import run_command
 from mcore_rl.config.schema import DPOConfig, Layout, RLConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.jobs.memory_check import check_memory, prepare_plan
+from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryLimit, Moment, plan_memory
@@ -127,6 +128,28 @@ def test_a_reference_of_its_own_takes_more_devices_and_is_not_offloaded():
     config.engine.lora.rank = 8
     step = predict_supervised_step(config, MODEL, H100, LENGTHS)
     assert step.num_devices == 8 and step.reference_s > 0
+
+
+def test_flops_and_tokens_of_a_step_are_those_of_its_devices():
+    config = build_config(DPOConfig)
+    config.reference.placement = "own"
+    step = predict_supervised_step(config, MODEL, H100, LENGTHS)
+    flops = count_work(MODEL).count_training_flops(2 * 64 * 1500, LENGTHS.sequence)
+    peak = 8 * H100.get_peak_flops("bfloat16")  # of the trained model's devices
+    assert step.mfu == pytest.approx(flops / (step.update.total_s * peak))
+    assert step.tokens_per_s == pytest.approx(2 * 64 * 1500 / step.step_s / 16)
+
+
+def test_a_reference_leaves_for_the_host_where_it_takes_turns():
+    config = build_config(DPOConfig)
+    host = plan_supervised_memory(config, MODEL, Conditions()).host
+    weights = 8 * plan(config)["model: update"].kinds["weights"]
+    assert host == {"offloaded weights": weights}  # a reference has no Adam
+    config.reference.placement = "own"
+    assert not plan_supervised_memory(config, MODEL, Conditions()).host
+    config.engine.optimizer.cpu_offload = True  # gradient, weight and moments of each shard
+    host = plan_supervised_memory(config, MODEL, Conditions()).host
+    assert host["optimizer on the host"] == 8 * 16 * (weights // 8 // 2 // 4)
 
 
 @pytest.fixture

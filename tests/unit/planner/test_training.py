@@ -365,6 +365,22 @@ def test_selective_recompute_runs_its_modules_again(module: str) -> None:
     assert model.predict_update(Load(4000, 1000)).recompute_s == pytest.approx(expected)
 
 
+def test_recompute_of_experts_permutes_and_exchanges_their_tokens_again() -> None:
+    model = build_model(build_work(num_experts=8), layout=Layout(dp=8, ep=8))
+    model.engine.recompute.granularity, model.engine.recompute.modules = "selective", ["moe"]
+    layer = model.predict_layer(model.work.layers[0], 1000, 1000, 1.0)
+    parts = sum(layer.compute[part] for part in ("experts", "moe_act", "permute"))
+    expected = 4 * (parts + layer.communication["expert_parallel"])
+    assert model.predict_update(Load(8000, 1000)).recompute_s == pytest.approx(expected, rel=1e-9)
+
+
+def test_the_fullest_rank_of_experts_multiplies_its_tokens() -> None:
+    model = build_model(build_work(num_experts=8), layout=Layout(dp=8, ep=8))
+    layer = model.predict_layer(model.work.layers[0], 1000, 1000, 1.5)
+    flops = 2 * 1000 * 2 * 1.5 * HIDDEN * FFN
+    assert layer.compute["experts"] == pytest.approx(flops / (1e12 * SUSTAINED_SHARE))
+
+
 @pytest.mark.parametrize(
     "run",
     RUNS["training"],
