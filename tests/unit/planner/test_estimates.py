@@ -86,14 +86,16 @@ def test_a_table_has_the_kinds_of_its_columns_together() -> None:
     kinds |= {"MoE dispatch": 6, "KV cache": 7, "buffers": 8, "NCCL": 9}
     sizes = {kind: size * 100_000_000 for kind, size in kinds.items()}
     moment = Moment("actor: update", "actor", (0, 1, 3), sizes)
-    plan = MemoryPlan((), (moment,), {"object store": 2_500_000_000}, 1234, 5678)
+    plan = MemoryPlan(
+        (), (moment,), {"object store": 2_500_000_000, "offloaded weights": 500_000_000}, 1234, 5678
+    )
     console = Console(file=io.StringIO(), width=200)
     print_memory(plan, Conditions(), console)
     text = console.file.getvalue()
     [row] = [line for line in text.splitlines() if line.startswith("actor: update")]
     columns = "actor: update * 0-1, 3 0.100 0.200 0.300 0.900 0.600 0.700 1.700 4.500"
     assert row.split() == columns.split()
-    assert "host of a node: 2.500 GB (2.500 object store)" in text
+    assert "host of a node: 3.000 GB (2.500 object store, 0.500 offloaded weights)" in text
     assert "1,234 tokens; its sequences need 5,678" in text
     larger = replace(plan, moments=(replace(moment, kinds={"weights": 10_060_000_000}),))
     print_memory(larger, Conditions(), console)

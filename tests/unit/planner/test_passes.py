@@ -142,3 +142,14 @@ def test_recorded_keys_of_a_pipeline_are_those_of_its_packs(mini_batches: int, t
     moments = test_memory.get_moments(plan)
     assert moments["actor: update"].kinds["indexer keys"] == tokens * keys
     assert moments["actor: log-probs"].kinds["indexer keys"] == 2 * 16000 * keys
+
+
+def test_float8_weights_of_servers_have_a_byte_and_a_scale_for_each_block() -> None:
+    """Qwen3-8B: linear layers of 36 layers in blocks of 128 x 128; the rest is bfloat16."""
+    config = test_memory.build_config(Layout())
+    config.rollout.quantization = "fp8"
+    plan = plan_memory(config, test_memory.read_model("Qwen3-8B"), Conditions("cpu"))
+    [servers] = [role for role in plan.roles if role.name == "rollout"]
+    linear = 36 * (4096 * (2 * 4096 + 2 * 1024) + 3 * 4096 * 12288)
+    expected = linear + linear // 128**2 * 4 + (8_190_735_360 - linear) * 2
+    assert servers.stages[0].weight_bytes == expected
