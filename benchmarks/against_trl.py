@@ -49,6 +49,7 @@ class Side:
     def __init__(self, program: list[str], folder: Path, settings: dict[str, Any]) -> None:
         environ = os.environ | {"OMP_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "false"}
         self._errors = folder / f"{Path(program[1]).stem}.err"
+        self._response_tokens = settings["response_tokens"]
         started = time.perf_counter()
         with self._errors.open("w") as errors:
             self._process = subprocess.Popen(
@@ -71,6 +72,11 @@ class Side:
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         step = self._read_report() | self._measure_usage(started)
+        if step["response_tokens"] != self._response_tokens:
+            raise SystemExit(
+                f"{self._errors.stem}: responses of {step['response_tokens']} tokens on average, "
+                f"not all of {self._response_tokens}"
+            )
         step["other_s"] = round(step["wall_s"] - sum(step.get(name, 0) for name in PHASES), 3)
         self.steps.append(step)
         self.peak_memory_bytes = max(self.peak_memory_bytes, get_tree_memory_bytes(self._root))

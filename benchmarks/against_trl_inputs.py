@@ -44,7 +44,13 @@ def write_inputs(quickstart: Path, shape: Shape, folder: Path) -> dict[str, Any]
     tokenizer.save_pretrained(checkpoint)
     if shape.has_dense_model:
         vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-        _make_dense_model(vocab_size, tokenizer.eos_token_id).save_pretrained(checkpoint)
+        model = _make_dense_model(vocab_size)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype="float32", trust_remote_code=False
+        )
+    _exclude_token(model, tokenizer.eos_token_id)
+    model.save_pretrained(checkpoint)
     for name in ("config.json", "generation_config.json"):
         settings = json.loads((checkpoint / name).read_text())
         ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -54,11 +60,8 @@ def write_inputs(quickstart: Path, shape: Shape, folder: Path) -> dict[str, Any]
     return {"checkpoint": str(checkpoint), "data": str(data)}
 
 
-def _make_dense_model(vocab_size: int, never_id: int) -> Any:
-    """Make a Qwen3 of 72 M parameters with random weights that never samples `never_id`.
-
-    Feature 0 of the residual stream is 1 at every token, and only the logit of that token reads it.
-    """
+def _make_dense_model(vocab_size: int) -> Any:
+    """Make a Qwen3 of 72 M parameters with random weights."""
     torch.manual_seed(0)
     config = transformers.Qwen3Config(
         vocab_size=vocab_size,
@@ -72,12 +75,24 @@ def _make_dense_model(vocab_size: int, never_id: int) -> Any:
         tie_word_embeddings=False,
         dtype="float32",
     )
-    model = transformers.Qwen3ForCausalLM(config)
+    return transformers.Qwen3ForCausalLM(config)
+
+
+def _exclude_token(model: Any, token: int) -> None:
+    """Change a model with an untied output head so that it never samples a token.
+
+    Feature 0 of the residual stream is 1 at every token and in every layer, and only the logit of
+    that token reads it: -1000 over the root mean square of the other features.
+    """
     with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:  # what layers add to the stream
+                weight[..., 0, :] = 0.0
         model.model.embed_tokens.weight[:, 0] = 1.0
+        model.model.norm.weight[0] = 1.0
         model.lm_head.weight[:, 0] = 0.0
-        model.lm_head.weight[never_id, 0] = -10.0
-    return model
+        model.lm_head.weight[token] = 0.0
+        model.lm_head.weight[token, 0] = -1000.0
 
 
 def _join_questions(rows: list[dict[str, Any]], size: int) -> list[dict[str, Any]]:

@@ -42,8 +42,14 @@ from mcore_rl.weight_sync.spec import ShardFormat
 LossFunction = Callable[[LossInputs], Losses]
 Metrics = dict[str, float]
 Place = Literal["host", "device"]
-# Of glibc, mallopt(3): all allocations are in the heap, which only `to("host")` trims.
-MALLOC_VARIABLES = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+# Of glibc, mallopt(3): all allocations are in the heap, which only `to("host")` trims. One arena:
+# each weight update has a new thread, and every arena that threads take turns in keeps the memory
+# of a whole update.
+MALLOC_VARIABLES = {
+    "MALLOC_ARENA_MAX": "1",
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+}
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,7 +66,8 @@ def test_family_has_the_numbers_of_its_eager_model_or_is_refused(kind, dtype, pa
     path, batch = transformers_families.save(kind, tmp_path), tiny_models.make_batch()
     [result] = score_or_refuse(path, dtype, packing, batch)
     if "refusal" in result:
-        assert "allowed: " in result["refusal"] or "lacks tensor" in result["refusal"]
+        reasons = ("allowed: ", "lacks tensor", "transformers refuses a field")
+        assert any(reason in result["refusal"] for reason in reasons)
         return
     expected = score_eagerly(path, batch, torch.float32)
     gaps = (result["log_probs"] - expected).abs()

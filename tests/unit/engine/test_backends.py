@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -348,6 +351,34 @@ def test_an_engine_of_a_user_may_take_images(tmp_path):
     )
 
 
+THREADS = """
+import threading
+import psutil
+
+ends = threading.Event()
+for index in range(6):
+    is_done = threading.Event()
+    def touch(is_done=is_done):
+        b"x" * (32 << 20)
+        is_done.set()
+        ends.wait()
+    threading.Thread(target=touch).start()
+    is_done.wait()
+    if index == 0:
+        before = psutil.Process().memory_info().rss
+print(psutil.Process().memory_info().rss - before)
+ends.set()
+"""
+
+
+def test_threads_of_a_rank_on_a_cpu_take_memory_that_other_threads_have_freed():
+    """Each update of the weights runs in a thread of its own, while others live."""
+    environment = load_backend(EngineConfig()).build_rank_environment(Layout(), "cpu")
+    program = [sys.executable, "-c", THREADS]
+    growth = subprocess.check_output(program, env=os.environ | environment)
+    assert int(growth) < 32 << 20
+
+
 def test_ranks_on_cpus_keep_freed_memory_whatever_their_engine_and_variables_of_a_user_stay(
     path, monkeypatch
 ):
@@ -355,6 +386,7 @@ def test_ranks_on_cpus_keep_freed_memory_whatever_their_engine_and_variables_of_
         loaded = load_backend(EngineConfig(backend=backend))
         assert loaded.build_rank_environment(Layout(), "cuda") == {}
         assert loaded.build_rank_environment(Layout(), "cpu") == {
+            "MALLOC_ARENA_MAX": "1",
             "MALLOC_MMAP_MAX_": "0",
             "MALLOC_TRIM_THRESHOLD_": "1099511627776",
         }
