@@ -7,9 +7,11 @@ float32 on the checkpoints of before and after.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,11 +94,10 @@ class Vision:
         return float(gaps.max()) if len(gaps) else 0.0
 
 
-@pytest.fixture(scope="module")
-def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
-    folder = tmp_path_factory.mktemp("vision")
+@contextlib.contextmanager
+def serve(folder: Path, kind: str = KIND, **settings: Any) -> Iterator[Vision]:
     paths = [folder / str(seed) for seed in (0, 1)]
-    references = [tiny_vision.save(path, KIND, seed) for seed, path in enumerate(paths)]
+    references = [tiny_vision.save(path, kind, seed) for seed, path in enumerate(paths)]
     tokens, store = ImageTokens.load(paths[0]), ImageStore.open(folder / "images")
     assert tokens is not None
     digests = [store.add(inspect_image(content, 10**6)) for content in PICTURES]
@@ -105,6 +106,7 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
         max_num_seqs=6,
         max_num_batched_tokens=64,
         engine={"enable_chunked_prefill": True},
+        **settings,
     )
     server = VLLMServer(
         str(paths[0]), "float32", MAX_TOKENS, config, 0, timeout_s=120.0, can_sleep=True,
@@ -117,6 +119,12 @@ def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
             yield Vision(server, runner.run, names, references, tokens, digests)
         finally:
             runner.run(server.close())
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Vision]:
+    with serve(tmp_path_factory.mktemp("vision")) as vision:
+        yield vision
 
 
 async def wait_for_tokens(vision: Vision) -> None:
@@ -281,3 +289,49 @@ def test_prompt_of_a_cancelled_request_is_read_from_the_cache(vision):
 
     for completion in vision.run(work()):
         assert vision.get_gap(0, prompt, completion, [0, 1]) < 1e-4
+
+
+def test_pixels_are_computed_once_until_a_sleep(vision, monkeypatch):
+    """vLLM's front-end has no pixels to add where its cache has the picture."""
+    vision.take(0)
+    prompt, server = vision.build_prompt("How many?", [0]), vision.server
+    vision.run(server._started_engine.reset_mm_cache())
+    cache = server._started_engine.renderer.mm_processor_cache
+    add, are_new = cache.get_and_update_item, []
+
+    def record(item: Any, digest: str) -> Any:
+        are_new.append(item is not None)
+        return add(item, digest)
+
+    async def sleep() -> None:
+        await server.sleep()
+        await server.wake("weights")
+        await vision.load(1)
+        await server.wake("kv_cache")
+
+    monkeypatch.setattr(cache, "get_and_update_item", record)
+    [first] = vision.run(vision.submit(prompt, [0]))
+    assert vision.get_gap(0, prompt, first, [0]) < 1e-4
+    for change in (vision.load(1), vision.load(1, in_flight=True), sleep()):
+        vision.run(change)
+        [completion] = vision.run(vision.submit(prompt, [0]))
+        assert vision.get_gap(1, prompt, completion, [0]) < 1e-4
+    assert are_new == [True, False, False, True]
+
+
+def test_two_workers_reuse_nothing_of_a_picture_after_an_update_in_flight(tmp_path):
+    if torch.distributed.is_initialized():  # of a trainer in this process: workers are its forks
+        torch.distributed.destroy_process_group()
+    with serve(tmp_path, tp=2) as vision:
+        prompt = vision.build_prompt("Tell me all about it.", [0, 1])
+
+        async def work() -> list[Completion]:
+            running = asyncio.create_task(vision.submit(prompt, [0, 1], max_tokens=200))
+            await vision.submit(prompt, [0, 1], max_tokens=1)  # so the other one is cached
+            await vision.load(1, in_flight=True)
+            assert not running.done()
+            running.cancel()
+            return await vision.submit(prompt, [0, 1], max_tokens=2)
+
+        [completion] = vision.run(work())
+        assert vision.get_gap(1, prompt, completion, [0, 1]) < 1e-4

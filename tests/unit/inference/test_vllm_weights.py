@@ -595,6 +595,26 @@ def test_a_quantising_loader_has_codes_and_scales_of_local_weights(tmp_path):
         torch.testing.assert_close(loaded[scales], torch.tensor([[450 / 448, 1 / 448]]))
 
 
+@pytest.mark.parametrize(("dtype", "code"), [(torch.bfloat16, 16), (torch.float32, 18)])
+def test_a_quantising_loader_rounds_float32_weights_to_the_dtype_of_the_server(
+    tmp_path, dtype, code
+):
+    """A block with an amax of 448 has the scale 1, and around 17 float8 has 16 and 18.
+
+    In bfloat16 17.01 is 17 (steps of 1/8), half way, and goes to the even code; in float32 it is
+    nearer to 18.
+    """
+    name = "model.layers.0.self_attn.q_proj.weight"
+    weight = torch.full((128, 128), 17.01)
+    weight[0, 0] = 448.0
+    save_file({name: weight}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(MOE))
+    config: Any = SimpleNamespace(model=str(tmp_path), dtype=dtype)
+    loaded = dict(get_loader("mcore_rl_quantized").get_all_weights(config, None))
+    assert loaded[name + "_scale_inv"].tolist() == [[1.0]]
+    assert loaded[name].float().unique().tolist() == [code, 448]
+
+
 def test_a_dequantising_loader_has_experts_as_they_stand_in_the_file(tmp_path):
     """vLLM transposes those of Qwen3-VL itself: [experts, hidden, 2 * intermediate]."""
     config = {"architectures": ["Toy"], "model_type": "qwen3_vl_moe", "hidden_size": 4}
