@@ -73,7 +73,7 @@ def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
     assert [spec.timeout_s for spec in pools.specs] == [560, 560]
 
 
-class MortalGroup:
+class MortalGroup(LocalGroup):
     """A group whose shut-down fails if it has died."""
 
     def __init__(self, name: str, is_dead: bool) -> None:

@@ -59,26 +59,15 @@ class ServedGroup:
     def close(self, reason: str = "") -> None:
         self.end_reason = self.end_reason or reason or "closed"
 
-    def __getattr__(self, method: str) -> Any:
-        limit = (
-            self._start_timeout
-            if method in ("prepare", "start")
-            else Timeout(60, "timeouts.call_s")
-        )
-
-        class Method:
-            @staticmethod
-            def with_result_bytes(num_bytes: int) -> Any:
-                self.may_make.append(num_bytes)
-                return Method
-
-            @staticmethod
-            def submit(*args: Any, **options: Any) -> Call:
-                self.calls.append(Call(self, method, args, limit))
-                self.calls[-1].options = options
-                return self.calls[-1]
-
-        return Method
+    def submit(self, method: RemoteMethod[..., Any], *args: Any, **options: Any) -> Call:
+        limit = Timeout(60, "timeouts.call_s")
+        if method.registration.is_start:
+            limit = self._start_timeout
+        if method.result_bytes:
+            self.may_make.append(method.result_bytes)
+        self.calls.append(Call(self, method.name, args, limit))
+        self.calls[-1].options = options
+        return self.calls[-1]
 
     def last(self, method: str) -> Call:
         return next(call for call in reversed(self.calls) if call.method == method)

@@ -18,7 +18,7 @@ from mcore_rl.trainers.objectives import (
 )
 
 
-class Model:
+class Model(LocalGroup):
     """Scores depend on the token alone. Every call is on record."""
 
     def __init__(self, shift: float = 0.0):
@@ -78,7 +78,7 @@ def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     model, reference = Model(), Model(shift=0.5)
     loss = PREFERENCE_LOSSES.bind("dpo", {"beta": 0.2})
     objective = PreferenceObjective(
-        model, loss, Reference(reference.compute_log_probs, offloaded=reference)
+        model, loss, Reference(reference, ModelWorker.compute_log_probs, is_offloaded=True)
     )
     metrics = objective.step(PAIRS, Stopwatch())
     [updated] = model.updates

@@ -12,7 +12,7 @@ from mcore_rl.observability.expert_load import ExpertLoad
 from mcore_rl.trainers.step_recorder import StepRecorder
 
 
-class Ranks:
+class Ranks(LocalGroup):
     """Two ranks of a model, as a WorkerGroup calls them."""
 
     def __init__(self, peaks: list[dict[str, int]], load: dict[str, list[int]]) -> None:
