@@ -456,15 +456,34 @@ def _check_parts(parts: Sequence[CallPart], mesh: Mesh) -> None:
         raise ValueError("the dispatch mode calls no rank")
 
 
+@overload
+def register(
+    *,
+    execute: Execute | str = ...,
+    is_start: bool = ...,
+    reads: tuple[str, ...] | None = ...,
+    writes: tuple[str, ...] = ...,
+    makes: bool = ...,
+) -> OfEachRank: ...
+@overload
 def register[M](
     *,
     dispatch_mode: DispatchMode[M],
+    execute: Execute | str = ...,
+    is_start: bool = ...,
+    reads: tuple[str, ...] | None = ...,
+    writes: tuple[str, ...] = ...,
+    makes: bool = ...,
+) -> M: ...
+def register(
+    *,
+    dispatch_mode: DispatchMode[Any] = Dispatch.ONE_TO_ALL,
     execute: Execute | str = Execute.ALL,
     is_start: bool = False,
     reads: tuple[str, ...] | None = None,
     writes: tuple[str, ...] = (),
     makes: bool = False,
-) -> M:
+) -> Any:
     """Mark a worker method as callable through its group.
 
     Args:
@@ -489,7 +508,7 @@ def register[M](
     def mark(method: Callable[..., Any]) -> WorkerMethod[Any, ..., Any, ..., Any]:
         return WorkerMethod(method, registration)
 
-    return cast(M, mark)
+    return mark
 
 
 def get_registered_methods(worker_class: type) -> dict[str, Registration]:

@@ -192,8 +192,8 @@ def connect(
     """
     timeout = Timeout(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
-    mode, recompute_cache = get_loop(config.trainer), config.trainer.asynchronous.recompute_cache
-    in_flight = mode == "fully_async", recompute_cache
+    is_in_flight = get_loop(config.trainer) == "fully_async"
+    in_flight = is_in_flight, is_in_flight and config.trainer.asynchronous.recompute_cache
     if config.rollout.lora == "adapter":
         return AdapterSync(actor, servers, timeout, config.actor.lora.alpha)
     if settings.method == "full_export":

@@ -118,11 +118,11 @@ def test_a_detached_group_that_fails_or_is_closed_is_gone_and_its_name_free(
             WorkerGroup(Worker, pool=detached_pool, share=0.5, **settings)
         WorkerGroup(Worker, pool=detached_pool, **settings).detach()
     with WorkerGroup.attach("guide", timeouts=TimeoutsConfig()) as group:
-        assert group.say("rank") == ["rank 0"]
+        assert group.call(Worker.say, "rank") == ["rank 0"]
         with pytest.raises(RuntimeError, match="a detached group keeps its name and layout"):
             group.rebuild("other", Layout())
         with pytest.raises(WorkerError, match=r"guide\.say: rank 0 raised TypeError"):
-            group.say()
+            group.call(Worker.say)
     wait_until_gone("MARK", "guide")
     with ResourcePool(1, {"CPU": 0.1}, detached="guide") as detached_pool:
         WorkerGroup(Worker, pool=detached_pool, **settings).close()

@@ -162,7 +162,7 @@ def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(ru
 
 def test_the_trainer_uses_the_experts_of_the_rollout(run):
     # In all layers at all tokens but the last of each sample, which the server never ran.
-    by_rank = run.actor.used(run.batch)
+    by_rank = run.actor.call(Watched.used, run.batch)
     assert [sorted(layers) for layers in by_rank] == [[0], [1, 2]]
     ends = np.cumsum(run.batch.num_tokens)
     for rank, layers in enumerate(by_rank):

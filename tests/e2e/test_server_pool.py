@@ -403,15 +403,15 @@ def test_a_push_in_which_a_server_dies_is_done_again_by_those_left(pool_of, bund
     ):
         sync = TransportSync(actor, pool, LIMIT, RolloutConfig(tp=4), WeightSyncConfig())
         sync.push(1)
-        assert [group.get_pushes() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
+        assert [group.call(Server.get_pushes) for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         sync.push(10)
         (alive,) = [server for server in pool._servers.values() if server.is_up]
-        assert alive.version == 10 and alive.group.get_pushes() == [(1, 0)]
+        assert alive.version == 10 and alive.group.call(Server.get_pushes) == [(1, 0)]
         pool.begin(prompts(0, 1), SAMPLING)
         assert versions(all_of(pool)) == {10}
         wait_until_up(pool, 2)
         sync.push(2)
-        assert [group.get_pushes() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
+        assert [group.call(Server.get_pushes) for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         pool.begin(prompts(0, 1), SAMPLING)
         batch = all_of(pool)
         assert versions(batch) == {2} and servers(batch) == {0, 1}

@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     assert "died" not in str(raised.value)
     assert any("WorkerProcess.call (" in frame for frame in stacks)  # the stack is whole
     with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
-        group.stop()
+        group.call(Worker.stop)
     assert_end(pids)
 
 

@@ -44,7 +44,7 @@ class Base:
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def compute(self) -> None: ...
 
-    @register(blocking=False)
+    @register()
     def save(self) -> None: ...
 
     def private(self) -> None: ...
@@ -59,16 +59,12 @@ class Child(Base):
 
 def test_registrations_are_inherited_and_can_be_changed():
     assert get_registered_methods(Base) == {
-        "compute": Registration(
-            Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
-        ),
-        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False),
+        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, False, None, (), False),
+        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False),
     }
     assert get_registered_methods(Child) == {
-        "compute": Registration(
-            Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
-        ),
-        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True, True),
+        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, False, None, (), False),
+        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True),
     }
 
 

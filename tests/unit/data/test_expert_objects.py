@@ -106,11 +106,11 @@ def made(pool: ResourcePool) -> RemoteBatch:
         ResourcePool(1, {"CPU": 0.1}) as other,
         WorkerGroup(Server, layout=Layout(), pool=other, timeouts=TIMEOUTS, num_parts=2) as server,
     ):
-        (batch,) = server.collect()
-        message = server.say(batch)
+        (batch,) = server.call(Server.collect)
+        message = server.call(Server.say, batch)
         os.kill(server.worker_infos[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="died"):
-            server.collect()
+            server.call(Server.collect)
     wait_until_lost(message)
     return batch
 
@@ -118,10 +118,10 @@ def made(pool: ResourcePool) -> RemoteBatch:
 def test_ranks_read_the_experts_of_their_layers_when_the_server_has_died(actor, made):
     rows = [3, 0, 2]
     batch = made.take(rows)
-    scored = actor.compute_log_probs(batch, temperature=1.0)
+    scored = actor.call(Rank.compute_log_probs, batch, temperature=1.0)
     assert {*scored.names} == {*made.names, "log_probs"}
-    actor.update(select_token_columns(scored), temperature=1.0)
-    for stage, of_both in zip(LAYERS.stages, actor.read(), strict=True):
+    actor.call(Rank.update, select_token_columns(scored), temperature=1.0)
+    for stage, of_both in zip(LAYERS.stages, actor.call(Rank.read), strict=True):
         layers = ",".join(map(str, stage))
         other = {"0": "1,2", "1,2": "0"}[layers]
         ids = [[[[row, 100 + layer] for layer in stage]] * 4 for row in rows]

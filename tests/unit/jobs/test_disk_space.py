@@ -23,6 +23,7 @@ from mcore_rl.jobs.disk_space import (
     export_weights,
 )
 from mcore_rl.jobs.failure import RunFailed
+from tests.fakes import LocalGroup
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,

@@ -17,6 +17,7 @@ from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.rl import build_frozen_servers
+from tests.fakes import LocalGroup
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,10 @@ import pytest
 
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.roles import ReferenceModel
+from tests.fakes import LocalGroup
 
 OFF = "reference to host"
 

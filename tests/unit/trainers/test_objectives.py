@@ -7,6 +7,7 @@ import pytest
 
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, build_pair_inputs
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.evaluation import compute_standard_error
@@ -16,6 +17,7 @@ from mcore_rl.trainers.objectives import (
     RewardObjective,
     SupervisedObjective,
 )
+from tests.fakes import LocalGroup
 
 
 class Model(LocalGroup):

@@ -10,6 +10,7 @@ import pytest
 from mcore_rl.config.schema import ProfileConfig
 from mcore_rl.observability.expert_load import ExpertLoad
 from mcore_rl.trainers.step_recorder import StepRecorder
+from tests.fakes import LocalGroup
 
 
 class Ranks(LocalGroup):
