@@ -300,6 +300,10 @@ class RankGroup(Protocol):
     `WorkerGroup` calls them by Ray, `TorchrunGroup` in the processes of torchrun.
     """
 
+    @property
+    def worker_infos(self) -> Mapping[int, Any]:
+        """Return where each rank runs, by world rank; rank 0 is there, with its `host`."""
+
     def call[**P, T](self, method: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method on the ranks; return what its mode makes of their results."""
 
@@ -317,7 +321,7 @@ class OfEachRank(Protocol):
 
 
 class OfOneRank(Protocol):
-    """What the method returns on the one rank that is called."""
+    """The result of the method on the one rank that is called."""
 
     @overload
     def __call__[W, **P, R](
@@ -351,7 +355,7 @@ class Joined[T](Protocol):
 
 
 class Untyped(Protocol):
-    """Whatever the mode makes of any arguments."""
+    """Any arguments, and any result."""
 
     def __call__[W, **P, R](
         self, method: Callable[Concatenate[W, P], R], /

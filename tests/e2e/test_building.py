@@ -99,10 +99,8 @@ def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
     logged = ResourcePool(2, {"CPU": 0.1}, log_dir=tmp_path)
     settings = {"pool": logged, "timeouts": TIMEOUTS, "layout": Layout(dp=2)}
     with logged, WorkerGroup(Lodger, init_args=(tmp_path, "one"), name="a", **settings) as group:
-        before, batch = (
-            group.call(Lodger.lodger),
-            Batch({"ids": Jagged.pack([[1], [2], [3], [4]], np.int64)}),
-        )
+        before = group.call(Lodger.lodger)
+        batch = Batch({"ids": Jagged.pack([[1], [2], [3], [4]], np.int64)})
         group.call(Lodger.look_at, batch)
         assert group.call(Lodger.rows) == [2, 2]
         with pytest.raises(ConfigError, match=r"b: the layout .* has 4 ranks; a has 2$"):

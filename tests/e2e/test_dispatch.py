@@ -147,19 +147,12 @@ def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
         batches = [batch_of(lengths) for lengths in ([3, 1], [], [2], [1, 1, 1])]
         assert group.call(Worker.all_to_all, batches, scale=[10, 20, 30, 40]) == [20, 1, 32, 123]
         assert get_marks(group.call(Worker.dp_compute, UNEVEN)) == [0, 11, 22, 33, 43]
-        assert get_marks(group.call(Worker.with_func, lambda row: row * 100, UNEVEN)) == [
-            0,
-            101,
-            202,
-            303,
-            403,
-        ]
+        marked = group.call(Worker.with_func, lambda row: row * 100, UNEVEN)
+        assert get_marks(marked) == [0, 101, 202, 303, 403]
         assert get_marks(group.call(Worker.megatron_compute, UNEVEN)) == [0, 12, 22, 32, 42]
         assert group.call(Worker.last_seen) == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
-        assert get_marks(group.call(Worker.dp_compute, batch_of([5, 9]))) == [
-            0,
-            11,
-        ]  # two ranks have no rows
+        marked = group.call(Worker.dp_compute, batch_of([5, 9]))  # two ranks have no rows
+        assert get_marks(marked) == [0, 11]
         assert group.call(Worker.last_seen) == [[0], [1], [], []]
         pending = group.submit(Worker.wait_later, UNEVEN)
         assert isinstance(pending, PendingCall)

@@ -156,8 +156,9 @@ def test_a_failure_names_the_call_and_an_unknown_method_is_refused():
     group = group_of([Model()])
     with pytest.raises(WorkerError, match=r"policy.to: rank 0 raised ValueError: no such place"):
         group.call(Model.to, "nowhere")
-    with pytest.raises(AttributeError, match="no registered method 'move'"):
-        group.move("device")
+    for call in (group.call, group.submit):
+        with pytest.raises(TypeError, match=r"^Model has no registered method 'score'$"):
+            call(Scorer.score, [], add=[])
 
 
 class Maker:
@@ -198,9 +199,8 @@ def test_each_rank_reads_and_writes_columns_of_its_entry_of_a_list(monkeypatch):
     )
     workers = [Scorer() for _ in range(3)]
     rows = [2, 0], [], [1]
-    scores = group_of(workers).call(
-        Scorer.score, [batch.take(part) for part in rows], add=(10, 20, 30)
-    )
+    parts = [batch.take(part) for part in rows]
+    scores = group_of(workers).call(Scorer.score, parts, add=(10, 20, 30))
     assert [worker.columns for worker in workers] == [["response_ids"]] * 3
     assert scores[1] is None  # no batch, returned as it is
     for scored, part, add in ((scores[0], [2, 0], 10), (scores[2], [1], 30)):
