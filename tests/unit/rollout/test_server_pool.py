@@ -418,11 +418,11 @@ def test_tend_collects_and_routes_groups_without_resending_weights():
 class Leaving(ServedGroup):
     """A group whose shut_down succeeds at once."""
 
-    @property
-    def shut_down(self) -> Any:
-        call = Call(self, "shut_down", (), NEVER)
-        call.answer()
-        return SimpleNamespace(submit=lambda: call)
+    def submit(self, method: RemoteMethod[..., Any], *args: Any) -> Call:
+        call = super().submit(method, *args)
+        if method is RolloutWorker.shut_down:
+            call.answer()
+        return call
 
 
 def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):

@@ -124,7 +124,7 @@ def test_a_loop_reports_each_step_with_its_times_and_its_rate():
 def test_the_error_of_a_held_out_loss_takes_the_tokens_of_a_row_together():
     """As if each token had the value of its own and rows were clusters."""
 
-    class Scored:
+    class Scored(LocalGroup):
         def compute_log_probs(self, batch, temperature):
             log_probs = batch.jagged("response_mask")
             values = -np.arange(len(log_probs.values), dtype=np.float32)
