@@ -159,7 +159,7 @@ class Peer:
         self._sums = sum_columns(batch, WRITTEN) if is_checked else {}
         return len(batch)
 
-    @register()
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def get_sums(self) -> dict[str, float]:
         """Return the sums of the columns that were read last."""
         return self._sums
@@ -236,17 +236,23 @@ class WorkerGroupPair:
         self.writers.close()
 
     def pass_by_reference(self, is_checked: bool = False) -> None:
-        batch = RemoteBatch.concat(self.givers.give(self._numbers))
-        self.givers.read(self.writers.write(batch, is_checked).select(WRITTEN), is_checked)
+        batch = RemoteBatch.concat(self.givers.call(Peer.give, self._numbers))
+        self.givers.call(
+            Peer.read, self.writers.call(Peer.write, batch, is_checked).select(WRITTEN), is_checked
+        )
 
     def pass_by_value(self, is_checked: bool = False) -> None:
-        batch = Batch.concat(self.givers.give_by_value(self._numbers))
-        self.givers.read(self.writers.write(batch, is_checked).select(WRITTEN), is_checked)
+        batch = Batch.concat(self.givers.call(Peer.give_by_value, self._numbers))
+        self.givers.call(
+            Peer.read, self.writers.call(Peer.write, batch, is_checked).select(WRITTEN), is_checked
+        )
 
     def pass_by_value_with_inputs(self, is_checked: bool = False) -> None:
         """Return the inputs of a call, too, as calls did before batches went by reference."""
-        batch = Batch.concat(self.givers.give_by_value(self._numbers))
-        self.givers.read(self.writers.add(batch, is_checked).select(WRITTEN), is_checked)
+        batch = Batch.concat(self.givers.call(Peer.give_by_value, self._numbers))
+        self.givers.call(
+            Peer.read, self.writers.call(Peer.add, batch, is_checked).select(WRITTEN), is_checked
+        )
 
 
 def make_bare_ray(sizes: Sequence[tuple[int, int, int]]) -> Callable[[], None]:
@@ -348,8 +354,10 @@ def check_round_trips(groups: WorkerGroupPair, sizes: Sequence[tuple[int, int, i
         groups.pass_by_value_with_inputs,
     ):
         round_trip(is_checked=True)
-        seen = {name: sum(sums[name] for sums in groups.writers.get_sums()) for name in DTYPES}
-        back = sum(sums[WRITTEN] for sums in groups.givers.get_sums())
+        seen = {
+            name: sum(sums[name] for sums in groups.writers.call(Peer.get_sums)) for name in DTYPES
+        }
+        back = sum(sums[WRITTEN] for sums in groups.givers.call(Peer.get_sums))
         if seen != expected or back != 2 * expected["advantages"]:
             raise RunFailed(f"sums of columns are {seen} and {back}; they have to be {expected}")
 

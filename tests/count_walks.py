@@ -16,10 +16,11 @@ the goal runs. A file counts if it has
   of a remote call.
 
 A method is resolved by types: annotations of parameters, attributes and results, and constructors.
-An abstract class stands for the class that a default run creates (`CONCRETE`). A call on a group of
-workers is a call of the workers' method of that name. Calls through strings and registries are in
-`BY_NAME`. Nothing else is assumed: a call that cannot be resolved has no edge, so a new registry or
-callback on a walk must be added to a table, or the walk breaks, which is an error.
+An abstract class stands for the class that a default run creates (`CONCRETE`). A method named on a
+class of workers, as in `group.call(ModelWorker.update, batch)`, is called on the workers. Calls
+through parameters, strings and registries are in `BY_NAME`. Nothing else is assumed: a call that
+cannot be resolved has no edge, so a new registry or callback on a walk must be added to a table, or
+the walk breaks, which is an error.
 
 A setting is read out of an object that passes through functions that do not read it. Its walk has
 the files that read, rename, convert, declare or use it. Those that only pass the settings on are
@@ -45,6 +46,7 @@ CONCRETE: Mapping[str, str] = {
     "cli.main:Command": "cli.job:JobCommand",
     "trainers.base:RLTrainer": "trainers.sync:SyncTrainer",
     "engine.base:BaseEngine": "engine.megatron.engine:MegatronEngine",
+    "controller.dispatch:RankGroup": "controller.worker_group:WorkerGroup",
     "trainers.device_sharing:WeightSync": "rollout.weight_updater:TransportSync",
     "rollout.weight_updater:WeightSync": "rollout.weight_updater:TransportSync",
     "weight_sync.transport:WeightTransport": "weight_sync.process_group:ProcessGroupTransport",
@@ -62,9 +64,7 @@ CHOSEN_BY: Mapping[str, str] = {
     "engine.base:BaseEngine": "engine/megatron/engine.py",
     "agents.chat_template.codec:NamedCodec": "agents/chat_template/validation.py",
 }
-# Groups of workers: a method that they do not define is one of these workers'. The call goes
-# through these files.
-GROUPS = ("controller.worker_group:WorkerGroup", "controller.worker_group:RankGroup")
+# Classes of workers, whose methods a group calls. The call goes through these files.
 WORKERS = ("engine.worker:ModelWorker", "rollout.worker:RolloutWorker")
 REMOTE_CALL = ("controller/worker_group.py", "controller/worker_process.py")
 # Functions that are called by a string, a parameter, a field or a registry: caller, the name in its
@@ -82,7 +82,7 @@ BY_NAME = (
         "rollout.weight_updater:TransportSync._send",
         "attempt",
         "rollout.worker:RolloutWorker.receive_weights",
-        ("rollout/server_pool.py", *REMOTE_CALL),
+        ("rollout/server_pool.py",),
     ),
     (
         "inference.vllm.server:update_workers",
@@ -116,7 +116,7 @@ WALKS = (
         "`mcore-rl rl` to the policy loss",
         build_legs("cli.main:main", "algorithms.losses:ppo_clip"),
         aim=22,
-        bound=22,
+        bound=23,
     ),
     Walk(
         "a weight update, from engine to vLLM",
@@ -343,10 +343,6 @@ class Package:
                 *([self.get_file(declared)] if declared else []),
             )
             key = CONCRETE[key]
-        if key in GROUPS and not self._look_up(key, name):
-            workers = [worker for worker in WORKERS if name in self.classes[worker].functions]
-            files += (self.get_file(key), *REMOTE_CALL)
-            return [(f"{worker}.{name}", files) for worker in workers]
         function = self._look_up(key, name)
         return [(function, files)] if function else []
 
@@ -492,6 +488,7 @@ class _Scanner(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         self.visit(node.func)
         self._record(self._find_callees(node.func), node)
+        self._record(self._find_worker_methods(node), node)
         name = getattr(node.func, "id", getattr(node.func, "attr", ""))
         for caller, written, callee, files in BY_NAME:
             if (self.key, name) == (caller, written):
@@ -545,8 +542,22 @@ class _Scanner(ast.NodeVisitor):
             ancestors = self.package.list_ancestors(self.owner)[1:] if self.owner else []
             owners = [key for key in ancestors if node.attr in self.package.classes[key].functions]
             return [(f"{owners[0]}.{node.attr}", ())] if owners else []
+        if (worker := self._get_class(node.value)) in WORKERS:
+            return [(key, REMOTE_CALL) for key, _ in self.package.find_method(worker, node.attr)]
         classes = self.evaluate(node.value).classes
         return [c for key in classes for c in self.package.find_method(key, node.attr)]
+
+    def _find_worker_methods(self, node: ast.Call) -> list[tuple[str, tuple[str, ...]]]:
+        """Return the methods of workers that `group.call` or `group.submit` is given."""
+        if getattr(node.func, "attr", "") not in ("call", "submit") or not node.args:
+            return []
+        declares = tuple(file for _, files in self._find_callees(node.func) for file in files)
+        return [
+            (callee, (*declares, *files))
+            for part in ast.walk(node.args[0])
+            if isinstance(part, ast.Attribute) and self._get_class(part.value) in WORKERS
+            for callee, files in self._find_attribute(part)
+        ]
 
     def _get_class(self, node: ast.expr) -> str:
         """Return the class that an expression names."""

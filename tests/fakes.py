@@ -12,6 +12,7 @@ import torch
 
 from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.config.schema import RLConfig, RolloutConfig, SampleLogConfig
+from mcore_rl.controller.dispatch import RemoteMethod
 from mcore_rl.controller.process_cleanup import StopSignals
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -29,7 +30,14 @@ from mcore_rl.trainers.policy_checks import compute_logprob_gaps
 from mcore_rl.trainers.sample_log import SampleLog
 
 
-class LocalWorkers:
+class LocalGroup:
+    """A group whose calls are methods of this object, and return what a real group's would."""
+
+    def call(self, method: RemoteMethod[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return getattr(self, method.name)(*args, **kwargs)
+
+
+class LocalWorkers(LocalGroup):
     """A group of ModelWorker in this process: the base of models that compute something simple."""
 
     def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:

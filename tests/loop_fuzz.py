@@ -621,10 +621,10 @@ class Attempt:
             models[role] = SimulatedGroup(
                 role, ModelWorker, Layout(), timeouts, ranks, self.clock.schedule
             )
-            gather_results([models[role].initialize.submit()])
+            gather_results([models[role].submit(ModelWorker.initialize)])
             if shares_devices(config.placement, role, self.roles):
-                models[role].to("host")
-        gather_results(servers.submit("prepare"))
+                models[role].call(ModelWorker.to, "host")
+        gather_results(servers.submit_prepare())
         gather_results(servers.submit_start())
         servers.mark_started()
         sync = connect(config, models["actor"], servers, 0)

@@ -6,12 +6,18 @@ A worker method has a mode, which splits the arguments over ranks and joins the 
         @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
         def compute_log_probs(self, batch: Batch) -> Batch: ...
 
+    scored = group.call(ModelWorker.compute_log_probs, batch)
+
+`ModelWorker.compute_log_probs` is a `RemoteMethod`, with the types of the group's side: those of
+the method, changed as its mode changes arguments and results. On a worker it is the method itself.
+
 A batch that is given by reference (RemoteBatch) comes to the worker as a Batch of the columns that
 the method `reads`. Of the batch that it returns, the columns that it `writes` go back by reference.
 
-Another mode is declared like those of `Dispatch`, in any module:
+Another mode is declared like those of `Dispatch`, in any module. Its type says what a group's call
+returns: `Joined[int]`, or the same as a mode of `Dispatch`.
 
-    ODD_RANKS = DispatchMode(scatter=send_to_odd_ranks, gather=list_by_rank)
+    ODD_RANKS: DispatchMode[OfEachRank] = DispatchMode(send_to_odd_ranks, list_by_rank)
 """
 
 from __future__ import annotations
@@ -19,19 +25,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import lru_cache, partial
-from typing import Any, Final, TypeVar
+from functools import lru_cache, partial, update_wrapper
+from typing import Any, Concatenate, Final, Protocol, cast, overload
 
 import numpy as np
 
 from mcore_rl.config.schema import Layout
 from mcore_rl.controller.remote_batch import PROMPT_TOKENS, RemoteBatch
-from mcore_rl.data.batch import Samples
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.parallel.balance import DEFAULT_SEQUENCE_COST, partition_evenly
 from mcore_rl.parallel.mesh import Mesh
-
-F = TypeVar("F", bound=Callable[..., Any])
-_ATTRIBUTE = "_mcore_rl_registration"
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -258,9 +261,113 @@ def _estimate_row_costs(batches: Sequence[Samples]) -> Sequence[float]:
     return [1.0] * len(batches[0])
 
 
+class RemoteMethod[**P, T]:
+    """A registered method, as a group calls it: `group.call(method, *args, **kwargs) -> T`."""
+
+    name: str
+    registration: Registration
+    result_bytes = 0  # of the new samples that a call makes, at most; 0: few
+
+    def with_result_bytes(self, num_bytes: int) -> RemoteMethod[P, T]:
+        """Return the method for calls that may return new samples of so many bytes."""
+        method = RemoteMethod[P, T]()
+        method.name, method.registration = self.name, self.registration
+        method.result_bytes = num_bytes
+        return method
+
+
+class WorkerMethod[W, **Q, R, **P, T](RemoteMethod[P, T]):
+    """A registered method in its class: the function on a worker, a RemoteMethod on the class."""
+
+    def __init__(
+        self, function: Callable[Concatenate[W, Q], R], registration: Registration
+    ) -> None:
+        self.function, self.registration = function, registration
+        self.name = cast(Any, function).__name__
+        update_wrapper(cast(Any, self), function)
+
+    @overload
+    def __get__(self, worker: None, owner: type[W]) -> RemoteMethod[P, T]: ...
+    @overload
+    def __get__(self, worker: W, owner: type[W]) -> Callable[Q, R]: ...
+    def __get__(self, worker: W | None, owner: type[W]) -> RemoteMethod[P, T] | Callable[Q, R]:
+        return self if worker is None else cast(Any, self.function).__get__(worker, owner)
+
+
+class RankGroup(Protocol):
+    """The ranks of a model, called as one object: the registered methods of its worker class.
+
+    `WorkerGroup` calls them by Ray, `TorchrunGroup` in the processes of torchrun.
+    """
+
+    @property
+    def worker_infos(self) -> Mapping[int, Any]:
+        """Return where each rank runs, by world rank; rank 0 is there, with its `host`."""
+
+    def call[**P, T](self, method: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method on the ranks; return what its mode makes of their results."""
+
+
+# What `register` makes of a method, by what its mode does with arguments and results. A batch may
+# be given by reference, and is returned by reference.
+
+
+class OfEachRank(Protocol):
+    """A list of what the method returns on each rank."""
+
+    def __call__[W, **P, R](
+        self, method: Callable[Concatenate[W, P], R], /
+    ) -> WorkerMethod[W, P, R, P, list[R]]: ...
+
+
+class OfOneRank(Protocol):
+    """The result of the method on the one rank that is called."""
+
+    @overload
+    def __call__[W, **P, R](
+        self, method: Callable[Concatenate[W, Batch, P], R], /
+    ) -> WorkerMethod[W, Concatenate[Batch, P], R, Concatenate[Samples, P], R]: ...
+    @overload
+    def __call__[W, **P, R](
+        self, method: Callable[Concatenate[W, P], R], /
+    ) -> WorkerMethod[W, P, R, P, R]: ...
+
+
+class OfParts(Protocol):
+    """A batch, joined from the batches of all parts; of other results a list by part."""
+
+    @overload
+    def __call__[W, **P](  # type: ignore[overload-overlap]  # a batch is no other result
+        self, method: Callable[Concatenate[W, Batch, P], Batch | None], /
+    ) -> WorkerMethod[W, Concatenate[Batch, P], Batch | None, Concatenate[Samples, P], Samples]: ...
+    @overload
+    def __call__[W, **P, R](
+        self, method: Callable[Concatenate[W, Batch, P], R], /
+    ) -> WorkerMethod[W, Concatenate[Batch, P], R, Concatenate[Samples, P], list[R]]: ...
+
+
+class Joined[T](Protocol):
+    """A value of type T, which the mode makes of the results of a batch's parts."""
+
+    def __call__[W, **P, R](
+        self, method: Callable[Concatenate[W, Batch, P], R], /
+    ) -> WorkerMethod[W, Concatenate[Batch, P], R, Concatenate[Samples, P], T]: ...
+
+
+class Untyped(Protocol):
+    """Any arguments, and any result."""
+
+    def __call__[W, **P, R](
+        self, method: Callable[Concatenate[W, P], R], /
+    ) -> WorkerMethod[W, P, R, ..., Any]: ...
+
+
 @dataclass(frozen=True, slots=True)
-class DispatchMode:
-    """A function that splits arguments over ranks, and one that joins the results."""
+class DispatchMode[M]:
+    """A function that splits arguments over ranks, and one that joins the results.
+
+    `M` is the type of what `register` makes of a method: `OfEachRank` or another of those above.
+    """
 
     scatter: Callable[[Mesh, Args, Kwargs], list[CallPart]]
     gather: Callable[[Sequence[CallPart], Results], Any]
@@ -272,14 +379,20 @@ _EVERY_RANK = ("pp", "dp", "cp", "tp")  # in the order of world ranks
 class Dispatch:
     """The built-in modes."""
 
-    ONE_TO_ALL: Final = DispatchMode(send_to_all, list_by_rank)
-    ALL_TO_ALL: Final = DispatchMode(send_entries, list_by_rank)
-    RANK_ZERO: Final = DispatchMode(send_to_rank_zero, get_only_result)
-    DP_COMPUTE: Final = DispatchMode(partial(split_batches, _EVERY_RANK), join_batches)
-    MEGATRON_COMPUTE: Final = DispatchMode(partial(split_batches, ("dp",)), join_batches)
-    MINI_BATCHES: Final = DispatchMode(split_mini_batches, join_batches)
-    MEGATRON_PP_AS_DP: Final = DispatchMode(partial(split_batches, ("dp", "pp")), join_batches)
-    DP_COMPUTE_WITH_FUNC: Final = DispatchMode(
+    ONE_TO_ALL: Final[DispatchMode[OfEachRank]] = DispatchMode(send_to_all, list_by_rank)
+    ALL_TO_ALL: Final[DispatchMode[Untyped]] = DispatchMode(send_entries, list_by_rank)
+    RANK_ZERO: Final[DispatchMode[OfOneRank]] = DispatchMode(send_to_rank_zero, get_only_result)
+    DP_COMPUTE: Final[DispatchMode[OfParts]] = DispatchMode(
+        partial(split_batches, _EVERY_RANK), join_batches
+    )
+    MEGATRON_COMPUTE: Final[DispatchMode[OfParts]] = DispatchMode(
+        partial(split_batches, ("dp",)), join_batches
+    )
+    MINI_BATCHES: Final[DispatchMode[OfParts]] = DispatchMode(split_mini_batches, join_batches)
+    MEGATRON_PP_AS_DP: Final[DispatchMode[OfParts]] = DispatchMode(
+        partial(split_batches, ("dp", "pp")), join_batches
+    )
+    DP_COMPUTE_WITH_FUNC: Final[DispatchMode[Untyped]] = DispatchMode(
         partial(split_batches_for_function, _EVERY_RANK), join_batches
     )
 
@@ -298,9 +411,8 @@ ANY_COLUMNS: Final = ("*",)  # of `writes`
 class Registration:
     """Arguments of `register`, as a worker method has them."""
 
-    dispatch_mode: DispatchMode
+    dispatch_mode: DispatchMode[Any]
     execute: Execute
-    blocking: bool  # whether a plain call waits for the result or returns a PendingCall
     is_start: bool  # whether it may take timeouts.start_s, or timeouts.call_s
     # Columns of batches by reference, of those that are there; None: all.
     reads: tuple[str, ...] | None = None
@@ -348,16 +460,34 @@ def _check_parts(parts: Sequence[CallPart], mesh: Mesh) -> None:
         raise ValueError("the dispatch mode calls no rank")
 
 
+@overload
 def register(
     *,
-    dispatch_mode: DispatchMode = Dispatch.ONE_TO_ALL,
+    execute: Execute | str = ...,
+    is_start: bool = ...,
+    reads: tuple[str, ...] | None = ...,
+    writes: tuple[str, ...] = ...,
+    makes: bool = ...,
+) -> OfEachRank: ...
+@overload
+def register[M](
+    *,
+    dispatch_mode: DispatchMode[M],
+    execute: Execute | str = ...,
+    is_start: bool = ...,
+    reads: tuple[str, ...] | None = ...,
+    writes: tuple[str, ...] = ...,
+    makes: bool = ...,
+) -> M: ...
+def register(
+    *,
+    dispatch_mode: DispatchMode[Any] = Dispatch.ONE_TO_ALL,
     execute: Execute | str = Execute.ALL,
-    blocking: bool = True,
     is_start: bool = False,
     reads: tuple[str, ...] | None = None,
     writes: tuple[str, ...] = (),
     makes: bool = False,
-) -> Callable[[F], F]:
+) -> Any:
     """Mark a worker method as callable through its group.
 
     Args:
@@ -377,13 +507,10 @@ def register(
             f"dispatch_mode is {dispatch_mode!r}; allowed: an attribute of Dispatch, such as "
             "Dispatch.ONE_TO_ALL, or a DispatchMode of one's own"
         )
-    registration = Registration(
-        dispatch_mode, Execute(execute), blocking, is_start, reads, writes, makes
-    )
+    registration = Registration(dispatch_mode, Execute(execute), is_start, reads, writes, makes)
 
-    def mark(method: F) -> F:
-        setattr(method, _ATTRIBUTE, registration)
-        return method
+    def mark(method: Callable[..., Any]) -> WorkerMethod[Any, ..., Any, ..., Any]:
+        return WorkerMethod(method, registration)
 
     return mark
 
@@ -393,6 +520,6 @@ def get_registered_methods(worker_class: type) -> dict[str, Registration]:
     registrations: dict[str, Registration] = {}
     for base in reversed(worker_class.__mro__):
         for name, method in vars(base).items():
-            if hasattr(method, _ATTRIBUTE):
-                registrations[name] = getattr(method, _ATTRIBUTE)
+            if isinstance(method, WorkerMethod):
+                registrations[name] = method.registration
     return registrations

@@ -78,7 +78,7 @@ class SentCall(Protocol):
     def future(self) -> Future[Reply]: ...
 
 
-class PendingCall:
+class PendingCall[T]:
     """A call on the ranks of one `group`. `result` may be called again."""
 
     def __init__(
@@ -86,7 +86,7 @@ class PendingCall:
         group: CalledGroup,
         method: str,
         calls: Mapping[SentCall, int],
-        finish: Callable[[dict[int, Any]], Any],
+        finish: Callable[[dict[int, Any]], T],
         timeout: Timeout,
     ) -> None:
         """Wait for nothing yet.
@@ -103,7 +103,7 @@ class PendingCall:
         self._failures: list[tuple[FailureKind, float, int, Failure]] = []  # time, rank
         self._error: Exception | None = None
 
-    def result(self, timeout: Timeout | None = None) -> Any:
+    def result(self, timeout: Timeout | None = None) -> T:
         """Wait for every rank, by default for the timeout of the method.
 
         The first failure, or the timeout, ends the group.
@@ -187,7 +187,7 @@ class PendingCall:
         self.group.close(f"the group has ended: {str(error).splitlines()[0]}")
 
 
-def gather_results(calls: Sequence[PendingCall], timeout: Timeout | None = None) -> list[Any]:
+def gather_results[T](calls: Sequence[PendingCall[T]], timeout: Timeout | None = None) -> list[T]:
     """Wait for calls on several groups together; return their results.
 
     The first failure of any rank, or the timeout (by default the longest of the calls), ends the
@@ -216,7 +216,7 @@ def gather_results(calls: Sequence[PendingCall], timeout: Timeout | None = None)
 
 
 def wait_for_survivors(
-    calls: Sequence[PendingCall],
+    calls: Sequence[PendingCall[Any]],
     expendable: Collection[CalledGroup],
     timeout: Timeout | None = None,
     on_death: Callable[[], None] | None = None,
@@ -273,12 +273,12 @@ class ReplyQueue:
     One thread at a time may use it.
     """
 
-    def __init__(self, calls: Iterable[PendingCall] = ()) -> None:
-        self._answered: SimpleQueue[tuple[PendingCall, Future[Reply]]] = SimpleQueue()
-        self._watched: weakref.WeakSet[PendingCall] = weakref.WeakSet()
+    def __init__(self, calls: Iterable[PendingCall[Any]] = ()) -> None:
+        self._answered: SimpleQueue[tuple[PendingCall[Any], Future[Reply]]] = SimpleQueue()
+        self._watched: weakref.WeakSet[PendingCall[Any]] = weakref.WeakSet()
         self.watch(calls)
 
-    def watch(self, calls: Iterable[PendingCall]) -> None:
+    def watch(self, calls: Iterable[PendingCall[Any]]) -> None:
         """Wait for these calls, too, from now on."""
         for call in calls:
             if call not in self._watched:
@@ -286,12 +286,12 @@ class ReplyQueue:
                 for future in [*call._waiting]:
                     future.add_done_callback(partial(self._put, call))
 
-    def _put(self, call: PendingCall, future: Future[Reply]) -> None:
+    def _put(self, call: PendingCall[Any], future: Future[Reply]) -> None:
         self._answered.put((call, future))
 
-    def wait(self, seconds: float) -> list[PendingCall]:
+    def wait(self, seconds: float) -> list[PendingCall[Any]]:
         """Wait until a rank has answered, at most so long; return the calls with new replies."""
-        deadline, answered = time.monotonic() + seconds, list[PendingCall]()
+        deadline, answered = time.monotonic() + seconds, list[PendingCall[Any]]()
         with contextlib.suppress(Empty):
             while True:
                 left_s = 0.0 if answered else max(0.0, deadline - time.monotonic())
@@ -302,16 +302,18 @@ class ReplyQueue:
         return answered
 
 
-def _get_longest_timeout(calls: Sequence[PendingCall]) -> Timeout:
+def _get_longest_timeout(calls: Sequence[PendingCall[Any]]) -> Timeout:
     return max((call._timeout for call in calls), key=lambda timeout: timeout.seconds)
 
 
-def _get_grace_s(calls: Sequence[PendingCall]) -> float:
+def _get_grace_s(calls: Sequence[PendingCall[Any]]) -> float:
     nodes = {info.node_id for call in calls for info in call.group.worker_infos.values()}
     return NODE_GRACE_S if len(nodes) > 1 else GRACE_S
 
 
-def _collect_replies(calls: Sequence[PendingCall], seconds: float, mildest: FailureKind) -> None:
+def _collect_replies(
+    calls: Sequence[PendingCall[Any]], seconds: float, mildest: FailureKind
+) -> None:
     """Record replies until all have come, the time is over, or one fails.
 
     `mildest` is the mildest kind of failure that ends the wait.
@@ -327,7 +329,7 @@ def _collect_replies(calls: Sequence[PendingCall], seconds: float, mildest: Fail
 
 
 def _list_failure_kinds(
-    calls: Sequence[PendingCall], expendable: Collection[CalledGroup]
+    calls: Sequence[PendingCall[Any]], expendable: Collection[CalledGroup]
 ) -> set[FailureKind]:
     """Return the kinds; the death of a group that is not expendable counts as RAISED."""
     return {
@@ -338,7 +340,7 @@ def _list_failure_kinds(
 
 
 def _end_dead_groups(
-    calls: Mapping[int, PendingCall], ended: Collection[int]
+    calls: Mapping[int, PendingCall[Any]], ended: Collection[int]
 ) -> dict[int, WorkerError]:
     """End the groups in which a rank has died, except those of `ended`; return errors by index."""
     errors = {index: call.end_if_rank_died() for index, call in calls.items() if index not in ended}
@@ -346,7 +348,7 @@ def _end_dead_groups(
 
 
 def _end_silent_groups(
-    calls: Sequence[PendingCall],
+    calls: Sequence[PendingCall[Any]],
     expendable: Collection[CalledGroup],
     deaths: Collection[int],
     timeout: Timeout,
@@ -369,7 +371,7 @@ def _end_silent_groups(
     return dict.fromkeys(late, error)
 
 
-def _end_by_failure(calls: Sequence[PendingCall]) -> Exception:
+def _end_by_failure(calls: Sequence[PendingCall[Any]]) -> Exception:
     """End the groups with failures; return the error of the likeliest cause."""
     failed = [(call, *failure) for call in calls for failure in call._failures]
     call, _, _, rank, failure = min(failed, key=lambda entry: entry[1:3])
@@ -379,7 +381,7 @@ def _end_by_failure(calls: Sequence[PendingCall]) -> Exception:
     return error
 
 
-def _end_by_timeout(calls: Sequence[PendingCall], timeout: Timeout) -> WorkerError:
+def _end_by_timeout(calls: Sequence[PendingCall[Any]], timeout: Timeout) -> WorkerError:
     """End the groups that have not answered; return an error with the stacks of their ranks."""
     wait_if_ray_died()  # or is stopped
     late = [call for call in calls if call._waiting]
@@ -389,7 +391,7 @@ def _end_by_timeout(calls: Sequence[PendingCall], timeout: Timeout) -> WorkerErr
     return error
 
 
-def _list_unanswered(calls: Sequence[PendingCall]) -> list[UnansweredCall]:
+def _list_unanswered(calls: Sequence[PendingCall[Any]]) -> list[UnansweredCall]:
     return [
         UnansweredCall(call._label, rank, call.group.worker_infos.get(rank))
         for call in calls

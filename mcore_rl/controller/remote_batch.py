@@ -1,9 +1,9 @@
 """A batch by reference: the driver has one value a sample; columns along tokens are elsewhere.
 
-    batch = servers.generate(...)                 # columns stay with the server that made them
-    batch = batch.take(rows)                      # metadata only
-    batch = batch.union(actor.compute_log_probs(batch, temperature=1.0))
-    actor.update(batch.select("response_ids", ...))   # each rank fetches its rows
+    batch = servers.generate(...)  # columns stay with the server that made them
+    batch = batch.take(rows)  # metadata only
+    batch = actor.call(ModelWorker.compute_log_probs, batch, temperature=1.0)
+    actor.call(ModelWorker.update, batch.select("response_ids", ...))  # each rank fetches its rows
 
 Columns along tokens are in Ray's object store: an object has some columns of some samples, and a
 column is a location in objects for each row. Pure: no Ray, references are opaque

@@ -20,7 +20,7 @@ from mcore_rl.controller.dispatch import get_registered_methods
 from mcore_rl.controller.object_columns import fetch_columns, store_columns
 from mcore_rl.controller.pending_call import PendingCall
 from mcore_rl.controller.remote_batch import RemoteBatch
-from mcore_rl.controller.worker_group import Method, WorkerGroup
+from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.controller.worker_process import (
     Failure,
     FailureKind,
@@ -113,6 +113,8 @@ class SimulatedGroup(WorkerGroup):
         self._model, self._schedule = model, schedule
         self._arrived: list[RankCall] = []
         self._set_up(name, worker_class, layout, timeouts, model.close)
+        # New samples are stored when a model makes them, as no process of Ray returns objects.
+        self._registered = {n: replace(mark, makes=False) for n, mark in self._registered.items()}
         self._actors = [_RankHandle(self, rank) for rank in range(layout.world_size)]
         # The calls by which Ray starts ranks, none of which waits for a reply: a start takes its
         # time in the methods of the worker that the model answers, such as `start` of a server.
@@ -134,11 +136,6 @@ class SimulatedGroup(WorkerGroup):
 
     def _kill_actors(self) -> None:
         """Do nothing: the model ends with what the group gives back."""
-
-    def _bind_methods(self, worker_class: type) -> dict[str, Method]:
-        # New samples are stored when a model makes them, as no process of Ray returns objects.
-        registered = get_registered_methods(worker_class).items()
-        return {name: Method(self, name, replace(mark, makes=False)) for name, mark in registered}
 
 
 @dataclass(frozen=True, slots=True)

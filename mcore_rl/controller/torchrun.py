@@ -19,7 +19,7 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
-from mcore_rl.controller.dispatch import get_registered_methods
+from mcore_rl.controller.dispatch import RemoteMethod, get_registered_methods
 from mcore_rl.controller.process_cleanup import STOP_SIGNALS, RunStopped
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.observability.stacks import StackTimer
@@ -98,7 +98,7 @@ class TorchrunRanks:
         self._send({"method": "__init__", "name": name, "number": number})
         self._workers[name] = self._create_worker(name, number)
         self._meet()
-        return TorchrunGroup(self, name, self.mesh, type(self._workers[name]))
+        return TorchrunGroup(self, name, self.mesh)
 
     def serve(self) -> None:
         """Run the calls of rank 0 until it ends. Signals are ignored: rank 0 acts on them."""
@@ -213,15 +213,14 @@ class RankInfo:
 class TorchrunGroup:
     """The workers of one name: their registered methods, called as those of a WorkerGroup."""
 
-    def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh, worker_class: type) -> None:
+    def __init__(self, ranks: TorchrunRanks, name: str, mesh: Mesh) -> None:
         self.name, self.mesh = name, mesh
         self.worker_infos = {0: RankInfo(socket.gethostname())}  # the rank that writes
-        self._ranks, self._methods = ranks, get_registered_methods(worker_class)
+        self._ranks = ranks
 
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name not in self.__dict__.get("_methods", {}):
-            raise AttributeError(f"the group has no registered method {name!r}")
-        return lambda *args, **kwargs: self._ranks.call(self.name, name, args, kwargs)
+    def call[**P, T](self, method: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method on all ranks; return what its mode makes of their results."""
+        return cast(T, self._ranks.call(self.name, method.name, args, kwargs))
 
 
 @contextlib.contextmanager

@@ -1,14 +1,14 @@
 """One worker per rank, called as one object: WorkerGroup -> Ray actor -> worker.
 
     group = WorkerGroup(ModelWorker, layout=layout, pool=pool, timeouts=config.timeouts)
-    batch = group.compute_log_probs(batch, temperature=1.0)  # fans out, waits, gathers
-    pending = group.update.submit(batch)                     # returns immediately
+    batch = group.call(ModelWorker.compute_log_probs, batch, temperature=1.0)
+    pending = group.submit(ModelWorker.update, batch)  # returns immediately
     metrics = pending.result()
 
-A worker class is a plain class; methods marked with `register` become attributes of the group. A
-worker reads its rank from RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_*, which join_world of
-parallel/store.py reads. The columns of a batch are views of shared memory in a worker, so they are
-read-only there.
+A worker class is a plain class; a group calls the methods that are marked with `register`. A call
+fans out, waits and gathers. A worker reads its rank from RANK, WORLD_SIZE, LOCAL_RANK and
+RENDEZVOUS_*, which join_world of parallel/store.py reads. The columns of a batch are views of
+shared memory in a worker, so they are read-only there.
 
 A group in a detached pool outlives its driver, and later drivers find it by name. Its ranks are Ray
 actors of lifetime "detached", called NAME[RANK]. They end when a driver closes the group, with
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import ray
 from ray.exceptions import RayError
@@ -36,10 +36,11 @@ from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import (
     CallPart,
     Registration,
+    RemoteMethod,
     add_input_columns,
     get_registered_methods,
 )
-from mcore_rl.controller.object_columns import DEFAULT_OBJECTS, count_objects
+from mcore_rl.controller.object_columns import count_objects
 from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError, gather_results
 from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.controller.remote_batch import RemoteBatch
@@ -56,41 +57,6 @@ from mcore_rl.data.batch import Samples
 from mcore_rl.parallel.mesh import Mesh
 
 SentCalls = dict[Any, int]  # world rank of each reference to a reply
-
-
-class Method:
-    """A registered method of a group: call it, or `submit` it and continue."""
-
-    def __init__(
-        self,
-        group: WorkerGroup,
-        name: str,
-        registration: Registration,
-        num_objects: int = DEFAULT_OBJECTS,
-    ) -> None:
-        self._group, self._name, self._registration = group, name, registration
-        self._num_objects = num_objects  # results of a call that makes samples
-
-    def with_result_bytes(self, num_bytes: int) -> Method:
-        """Return the method for calls that may return new samples of so many bytes."""
-        return Method(self._group, self._name, self._registration, count_objects(num_bytes))
-
-    def submit(self, *args: Any, **kwargs: Any) -> PendingCall:
-        """Call the method without waiting."""
-        return self._group._submit(self._name, self._registration, args, kwargs, self._num_objects)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        pending = self.submit(*args, **kwargs)
-        return pending.result() if self._registration.blocking else pending
-
-
-class RankGroup(Protocol):
-    """The ranks of a model, called as one object: the registered methods of its worker class.
-
-    `WorkerGroup` calls them by Ray, `TorchrunGroup` in the processes of torchrun.
-    """
-
-    def __getattr__(self, name: str) -> Any: ...
 
 
 class WorkerGroup:
@@ -208,13 +174,30 @@ class WorkerGroup:
         self._detached = False
         self._give_back = give_back  # releases what the group has of its pool
         self._num_parts = 0
-        self._worker_class, self._methods = worker_class, self._bind_methods(worker_class)
+        self._worker_class, self._registered = worker_class, get_registered_methods(worker_class)
 
-    def __getattr__(self, name: str) -> Method:
-        methods = self.__dict__.get("_methods", {})
-        if name in methods:
-            return methods[name]
-        raise AttributeError(f"the group has no registered method {name!r}; it has {[*methods]}")
+    def call[**P, T](self, method: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call a method of the workers on the ranks; wait for the result.
+
+        Raises:
+            ConfigError, WorkerError: as `PendingCall.result`.
+        """
+        return self.submit(method, *args, **kwargs).result()
+
+    def submit[**P, T](
+        self, method: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> PendingCall[T]:
+        """Call a method of the workers without waiting.
+
+        Raises:
+            TypeError: the worker class has no registered method of that name.
+        """
+        if method.name not in self._registered:
+            name = self._worker_class.__name__
+            raise TypeError(f"{name} has no registered method {method.name!r}")
+        # A class that overrides the method may have another registration for it.
+        registration = self._registered[method.name]
+        return self._submit(method.name, registration, args, kwargs, method.result_bytes)
 
     def rebuild(self, name: str, layout: Layout, *init_args: Any) -> None:
         """Build new workers of the same class in the same processes, without waiting for them.
@@ -238,7 +221,7 @@ class WorkerGroup:
         self._build((self._worker_class, init_args, {}))
 
     @property
-    def build_calls(self) -> list[PendingCall]:
+    def build_calls(self) -> list[PendingCall[Any]]:
         """The calls that `wait_until_built` waits for."""
         return [self._info_call, self._rendezvous_call, self._build_call]
 
@@ -266,13 +249,6 @@ class WorkerGroup:
 
     def __exit__(self, *_: object) -> None:
         self.detach() if self._detached else self.close()
-
-    def _bind_methods(self, worker_class: type) -> dict[str, Method]:
-        registered = get_registered_methods(worker_class)
-        hidden = sorted(name for name in registered if name in {*dir(type(self)), *vars(self)})
-        if hidden:
-            raise TypeError(f"{worker_class.__name__}: a group has its own {hidden}; rename them")
-        return {name: Method(self, name, mark) for name, mark in registered.items()}
 
     def _start(
         self, pool: ResourcePool, threads: int, env: dict[str, str], max_concurrency: int
@@ -334,8 +310,8 @@ class WorkerGroup:
         registration: Registration,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        num_objects: int,
-    ) -> PendingCall:
+        result_bytes: int,
+    ) -> PendingCall[Any]:
         if self.end_reason:
             raise RuntimeError(f"{self.name}.{method} was called, but {self.end_reason}")
         read = tuple(map(registration.select_columns, args))
@@ -343,7 +319,7 @@ class WorkerGroup:
         parts = registration.scatter(self.mesh, read, read_kwargs)
         gather, objects = registration.dispatch_mode.gather, dict[int, list[Any]]()
         if registration.makes:
-            sizes = num_objects, self._num_parts
+            sizes = count_objects(result_bytes), self._num_parts
             sent, objects = send_for_samples(self._actors, method, parts, *sizes)
         else:
             sent = send_parts(self._actors, method, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, cast
 
 import numpy as np
 from torch.profiler import record_function
@@ -19,10 +19,12 @@ from mcore_rl.controller.dispatch import (
     CallPart,
     Dispatch,
     DispatchMode,
+    Joined,
+    RankGroup,
     Results,
     register,
 )
-from mcore_rl.data.batch import MODEL_INPUTS, PICKED_KEYS, Batch
+from mcore_rl.data.batch import MODEL_INPUTS, PICKED_KEYS, Batch, Samples
 from mcore_rl.data.examples import build_scoring_batch
 from mcore_rl.data.routed_experts import EXPERTS, format_layers, select_stage_experts
 from mcore_rl.engine.base import (
@@ -56,7 +58,9 @@ def _join_scores(parts: Sequence[CallPart], results: Results) -> tuple[Any, Metr
     return Dispatch.MEGATRON_COMPUTE.gather(parts, scores), gaps, metrics
 
 
-_SCORED_STEP = DispatchMode(Dispatch.MEGATRON_COMPUTE.scatter, _join_scores)
+_SCORED_STEP: DispatchMode[Joined[tuple[Samples, Metrics, Metrics]]] = DispatchMode(
+    Dispatch.MEGATRON_COMPUTE.scatter, _join_scores
+)
 
 
 class ModelWorker:
@@ -155,14 +159,8 @@ class ModelWorker:
         return batch.with_columns(scores=scored.jagged("values").values.astype(np.float32))
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, writes=ANY_COLUMNS)
-    def apply(self, function: Callable[..., Any], batch: Batch, *args: object) -> Any:
-        """Return `function(batch, *args)`, computed where the columns of the batch are.
-
-        Advantages, corrections and loss weights need all samples of a step, or of a mini-batch. The
-        function has to be one that can be imported; the engine has no part in it. A batch that it
-        returns comes back by reference, joined to the columns that were given; batches in a tuple
-        come back with their new columns alone.
-        """
+    def apply(self, function: Callable[..., object], batch: Samples, *args: object) -> object:
+        """Return `function(batch, *args)`; `apply` below calls it."""
         return function(batch, *args)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -415,3 +413,20 @@ class ModelWorker:
         """Load what save_checkpoint has written, in any layout."""
         self._onload()
         self._engine.load_checkpoint(Path(path))
+
+
+def apply[**P, R](
+    workers: RankGroup,
+    function: Callable[Concatenate[Batch, P], R],
+    batch: Samples,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """Return `function(batch, *args)`, computed where the columns of the batch are.
+
+    Advantages, corrections and loss weights need all samples of a step, or of a mini-batch. The
+    function has to be one that can be imported; the engine has no part in it. A batch that it
+    returns comes back by reference, joined to the columns that were given; batches in a tuple come
+    back with their new columns alone.
+    """
+    return cast(R, workers.call(ModelWorker.apply, function, batch, *args, **kwargs))

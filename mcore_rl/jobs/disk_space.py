@@ -9,7 +9,6 @@ import socket
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -17,6 +16,8 @@ from mcore_rl.checkpoint.hf_writer import plan_frozen_tensors
 from mcore_rl.checkpoint.run_checkpoints import list_steps
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
+from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.models.base import get_family, pad_vocab_size, read_config
@@ -126,7 +127,7 @@ def compute_checkpoint_bytes(
     return weights * (itemsize + optimizer_bytes) // itemsize * max(num_at_once - existing, 1)
 
 
-def export_weights(model: Any, path: Path, num_bytes: int) -> None:
+def export_weights(model: RankGroup, path: Path, num_bytes: int) -> None:
     """Write the weights of a group of ModelWorker to `path`.
 
     Raises:
@@ -137,12 +138,12 @@ def export_weights(model: Any, path: Path, num_bytes: int) -> None:
         raise RunFailed(message)
 
 
-def export_to_any_disk(model: Any, path: Path, num_bytes: int) -> tuple[Path | None, str]:
+def export_to_any_disk(model: RankGroup, path: Path, num_bytes: int) -> tuple[Path | None, str]:
     """Write weights to `path`, else to a disk with space; return the folder and a message."""
     name = f"{path.parent.name}-{secrets.token_hex(4)}"
     reasons: list[str] = []
     for folder in (path, *(Path(parent, name, path.name) for parent in _FALLBACK_DIRS)):
-        reason = model.export(str(folder), num_bytes)[0]
+        reason = model.call(ModelWorker.export, str(folder), num_bytes)[0]
         if not reason:
             why = f"{reasons[0]}; " if reasons else ""
             return folder, f"{why}the weights are in {_describe_location(model, folder)}"
@@ -150,7 +151,7 @@ def export_to_any_disk(model: Any, path: Path, num_bytes: int) -> tuple[Path | N
     return None, f"{'; '.join(reasons)}; the weights are lost"
 
 
-def _describe_location(model: Any, folder: Path) -> str:
+def _describe_location(model: RankGroup, folder: Path) -> str:
     """Return a folder with its host, if that is another one, and a warning if it is in memory."""
     host = model.worker_infos[0].host
     location = str(folder) if host == socket.gethostname() else f"{folder} on host {host}"

@@ -30,7 +30,7 @@ from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
 from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data import thoughts
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.prompt_batches import build_held_out_batch
@@ -262,7 +262,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
             wait_until_built(servers.groups)
             for line in list_rank_nodes([servers]):
                 print(line)
-            gather_results(servers.submit("prepare"))
+            gather_results(servers.submit_prepare())
             gather_results(servers.submit_start())
             servers.mark_started()
         yield RolloutPool(servers, config.rollout, config.seed)
@@ -308,10 +308,9 @@ class _SamplingProgress:
     rewards: float = 0.0
     num_tokens: int = 0
 
-    def add(self, batches: Sequence[Batch]) -> None:
+    def add(self, batches: Sequence[Samples]) -> None:
         """Count samples that have arrived, and draw the progress."""
-        for batch in batches:
-            batch = get_sample_columns(batch)
+        for batch in map(get_sample_columns, batches):
             self.num += len(batch)
             self.rewards += float(batch.array("rewards").sum())
             self.num_tokens += int(batch.array("response_tokens").sum())

@@ -30,7 +30,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, LossFunction, load_backend
-from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.engine.worker import ModelWorker, apply
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
@@ -187,7 +187,7 @@ def _warm_start(
     with contextlib.ExitStack() as warm_stack:
         loss, spec = negative_log_likelihood, _build_engine_spec(config, engine, warm.num_steps)
         model = warm_stack.enter_context(_start_engine(pools, "actor", spec, loss, "warm_start"))
-        model.initialize()
+        model.call(ModelWorker.initialize)
         with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             supervised.train(SupervisedObjective(model), batches, warm.num_steps, report)
@@ -319,10 +319,14 @@ class _Run:
         devices.offload_rollout()
         devices.use("actor")
         actor, temperature = devices.actor, evaluation.temperature
-        for samples in evaluation.latest if temperature is not None else ():
-            scored = actor.compute_log_probs(samples, temperature=temperature, replay=False)
+        for samples in evaluation.latest:
+            if temperature is None:  # the servers' log-probs are not comparable
+                break
+            scored = actor.call(
+                ModelWorker.compute_log_probs, samples, temperature=temperature, replay=False
+            )
             columns = select_small_columns(scored)
-            output.record_gap(actor.apply(compute_logprob_gaps, columns))
+            output.record_gap(apply(actor, compute_logprob_gaps, columns))
         disk_space.export_weights(
             actor, output.folder / CHECKPOINT, disk_space.compute_weight_bytes(self.config)
         )
@@ -359,7 +363,7 @@ def _start_models(
     placement, roles = config.placement, list_engine_roles(config)
     frozen_servers = stack.enter_context(build_frozen_servers(config, pools))
     servers = stack.enter_context(build_server_pool(config, pools, load_format))
-    preparing = [*servers.submit("prepare"), *frozen_servers.submit_prepare()]
+    preparing = [*servers.submit_prepare(), *frozen_servers.submit_prepare()]
     total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
     spec = _build_engine_spec(config, config.actor, count_actor_steps(config))
     spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
@@ -391,10 +395,10 @@ def _start_models(
     if not servers_sleep(placement, roles):
         waiting_for += servers.submit_start()
     for name, model in models.items():
-        waiting_for.append(model.initialize.submit())
+        waiting_for.append(model.submit(ModelWorker.initialize))
         if shares_devices(placement, name, roles):
             gather_results(waiting_for)
-            model.to("host")
+            model.call(ModelWorker.to, "host")
     gather_results(waiting_for)
     if servers_sleep(placement, roles):
         gather_results(servers.submit_start())
@@ -528,11 +532,11 @@ class FrozenServers:
 
     def submit_prepare(self) -> list[PendingCall]:
         """Submit the preparation of all servers."""
-        return [group.prepare.submit() for group in self.groups.values()]
+        return [group.submit(ModelServer.prepare) for group in self.groups.values()]
 
     def submit_start(self) -> list[PendingCall]:
         """Submit the start of all servers; each call returns the URLs of a model's servers."""
-        return [group.start.submit() for group in self.groups.values()]
+        return [group.submit(ModelServer.start) for group in self.groups.values()]
 
     def build_addresses(self, urls: list[Any]) -> dict[str, ModelAddress]:
         """Return the address of each model, from the results of `submit_start`."""
@@ -572,7 +576,7 @@ def build_frozen_servers(config: RLConfig, pools: Pools) -> Iterator[FrozenServe
         yield servers
         for group in servers.groups.values():
             try:
-                group.shut_down()
+                group.call(ModelServer.shut_down)
             except WorkerError as error:  # a server died, and the run went on with the others
                 print(str(error).splitlines()[0])
 

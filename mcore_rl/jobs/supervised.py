@@ -28,10 +28,11 @@ from mcore_rl.config.schema import (
     TrainConfig,
 )
 from mcore_rl.controller import torchrun
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.resource_pool import ResourcePool
-from mcore_rl.controller.worker_group import RankGroup, WorkerGroup
+from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, load_backend
@@ -155,7 +156,7 @@ def _train(run: _Run, start_group: StartGroup) -> None:
 
     def start(role: str, total_steps: int) -> RankGroup:
         groups[role] = start_group(role, total_steps)
-        groups[role].initialize()
+        groups[role].call(ModelWorker.initialize)
         return groups[role]
 
     with show_waiting("starting the trainer"):
@@ -221,13 +222,14 @@ def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGr
     if not needs_reference_log_probs(config):
         return PreferenceObjective(model, loss, None)
     if not has_reference_model(config):
-        return PreferenceObjective(model, loss, Reference(model.compute_reference_log_probs))
+        reference = Reference(model, ModelWorker.compute_reference_log_probs)
+        return PreferenceObjective(model, loss, reference)
     frozen = start_group(REFERENCE, 0)
-    offloaded = None
-    if config.reference.placement == "shared":
-        offloaded = frozen
-        frozen.to("host")
-    return PreferenceObjective(model, loss, Reference(frozen.compute_log_probs, offloaded))
+    is_offloaded = config.reference.placement == "shared"
+    if is_offloaded:
+        frozen.call(ModelWorker.to, "host")
+    reference = Reference(frozen, ModelWorker.compute_log_probs, is_offloaded)
+    return PreferenceObjective(model, loss, reference)
 
 
 def _build_worker_args(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:

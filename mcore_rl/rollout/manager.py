@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig
 from mcore_rl.controller.batch_ops import concat_batches, drop_groups, find_lost_groups
-from mcore_rl.data.batch import Batch
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
+from mcore_rl.rollout.routing import Stream
 from mcore_rl.rollout.server_pool import ALL, ServerPool
 
 _WAIT_S = 10.0  # for samples, between two reports of progress
-TRAIN = "train"  # the stream of samples for training
-OnSamples = Callable[[Sequence[Batch]], None]
+TRAIN: Final[Stream] = "train"  # the stream of samples for training
+OnSamples = Callable[[Sequence[Samples]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +37,7 @@ class RolloutPool:
         *,
         is_greedy: bool = False,
         on_samples: OnSamples = lambda batches: None,
-    ) -> Batch:
+    ) -> Samples:
         """Generate `n` samples per prompt, in the order of the prompts.
 
         A response depends on the run's seed, its group id, its index in the group, `n` and the
@@ -52,11 +54,11 @@ class RolloutPool:
         sampling = self._get_training_sampling(n, self.config.temperature)
         self.servers.begin(prompts, sampling, stream=TRAIN)
 
-    def collect(self, wait_s: float, at_least: int) -> list[Batch]:
+    def collect(self, wait_s: float, at_least: int) -> list[Samples]:
         """Return whole groups that have ended since the last call: see `ServerPool.collect`."""
         return self.servers.collect(TRAIN, wait_s, at_least)
 
-    def poll(self, at_least: int) -> list[Batch]:
+    def poll(self, at_least: int) -> list[Samples]:
         """Collect without a wait, while the trainer's weights change: see `ServerPool.poll`."""
         return self.servers.poll(TRAIN, at_least)
 
@@ -93,7 +95,7 @@ class RolloutPool:
             "drafts/step_tokens": 1 + counts.num_accepted_tokens / counts.num_drafts,
         }
 
-    def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Batch:
+    def evaluate(self, prompts: Batch, config: EvaluationConfig) -> Samples:
         """Generate config.num_samples per prompt, with the evaluation's sampling settings.
 
         These requests have a prefix cache of their own, so that training's samples are bit for bit
@@ -126,9 +128,9 @@ class RolloutPool:
         self,
         prompts: Batch,
         sampling: SamplingParams,
-        stream: str = TRAIN,
+        stream: Stream = TRAIN,
         on_samples: OnSamples = lambda batches: None,
-    ) -> Batch:
+    ) -> Samples:
         """Generate all samples, and those again that are lost with a node; order them by prompt."""
         batch = self._collect_all(prompts, sampling, stream, on_samples)
         while lost := find_lost_groups([batch]):
@@ -141,10 +143,10 @@ class RolloutPool:
         return batch.take(np.argsort(positions, kind="stable").tolist())
 
     def _collect_all(
-        self, prompts: Batch, sampling: SamplingParams, stream: str, on_samples: OnSamples
-    ) -> Batch:
+        self, prompts: Batch, sampling: SamplingParams, stream: Stream, on_samples: OnSamples
+    ) -> Samples:
         """Begin the groups of these prompts and wait until all have ended."""
-        batches: list[Batch] = []
+        batches: list[Samples] = []
         self.servers.begin(prompts, sampling, stream)
         num_samples, num_groups = len(prompts) * sampling.n, 0
         with ACTIVITY.count(num_samples, "samples") as report_progress:

@@ -6,16 +6,19 @@ import heapq
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.inference.protocol import SamplingParams
+
+Stream = Literal["train", "evaluation"]  # the purpose of samples
 
 
 @dataclass(eq=False, slots=True)
 class PendingGroup:
     """A group of samples that was begun and has not been collected."""
 
-    stream: str  # "train" or "evaluation"
+    stream: Stream
     group_id: int
     prompts: Batch  # of all groups of the same call
     row: int  # in prompts
@@ -32,7 +35,7 @@ class PendingGroup:
 
 
 def split_prompts(
-    prompts: Batch, sampling: SamplingParams, stream: str, first_order: int = 0
+    prompts: Batch, sampling: SamplingParams, stream: Stream, first_order: int = 0
 ) -> list[PendingGroup]:
     """Return a group for each prompt; `first_order` is the order of the first."""
     ids = prompts.array("group_ids").tolist()
@@ -117,18 +120,20 @@ class GroupRouter:
     """All pending groups: those that wait for a server, and those that each server generates."""
 
     def __init__(self) -> None:
-        self._groups: defaultdict[str, dict[int, PendingGroup]] = defaultdict(dict)  # by stream, id
+        self._groups: defaultdict[Stream, dict[int, PendingGroup]] = defaultdict(
+            dict
+        )  # by stream, id
         self._num_begun = 0
         self._waiting: dict[int, PendingGroup] = {}  # by order: those without a server
         # By the number of the server that generates them, stream and id.
-        self._by_server: defaultdict[int, defaultdict[str, dict[int, PendingGroup]]] = defaultdict(
-            lambda: defaultdict(dict)
+        self._by_server: defaultdict[int, defaultdict[Stream, dict[int, PendingGroup]]] = (
+            defaultdict(lambda: defaultdict(dict))
         )
         self._outstanding = OutstandingTokens({})
         self._last_servers: dict[int, int] = {}  # by group id
-        self._rerouted: list[tuple[str, int]] = []  # groups begun again on another server
+        self._rerouted: list[tuple[Stream, int]] = []  # groups begun again on another server
 
-    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str) -> None:
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: Stream) -> None:
         """Add a group for each prompt, to be routed.
 
         Raises:
@@ -165,7 +170,7 @@ class GroupRouter:
             return []
         waiting = [self._waiting[order] for order in sorted(self._waiting)]
         self._waiting.clear()
-        calls: dict[tuple[int, str, SamplingParams], list[PendingGroup]] = {}
+        calls: dict[tuple[int, Stream, SamplingParams], list[PendingGroup]] = {}
         servers = route_groups(waiting, self._outstanding, self._last_servers)
         for group, number in zip(waiting, servers, strict=True):
             group.server = self._last_servers[group.group_id] = number
@@ -175,7 +180,7 @@ class GroupRouter:
             calls.setdefault((number, group.stream, group.sampling), []).append(group)
         return [(number, groups) for (number, _, _), groups in calls.items()]
 
-    def remove(self, stream: str, group_id: int) -> PendingGroup:
+    def remove(self, stream: Stream, group_id: int) -> PendingGroup:
         """Remove and return a group that was collected or abandoned."""
         group = self._groups[stream].pop(group_id)
         if group.server is None:
@@ -198,24 +203,24 @@ class GroupRouter:
         """Let no group prefer the server that it was on: caches of other weights are not read."""
         self._last_servers.clear()
 
-    def pop_rerouted(self, stream: str) -> list[int]:
+    def pop_rerouted(self, stream: Stream) -> list[int]:
         """Return, once, the groups that began again on another server."""
         ids = [group for name, group in self._rerouted if name == stream]
         self._rerouted = [key for key in self._rerouted if key[0] != stream]
         return list(dict.fromkeys(ids))
 
-    def count(self, stream: str) -> int:
+    def count(self, stream: Stream) -> int:
         """Return the number of pending groups of a stream."""
         return len(self._groups[stream])
 
-    def list_ids(self, stream: str) -> list[int]:
+    def list_ids(self, stream: Stream) -> list[int]:
         """Return the ids of the pending groups of a stream."""
         return [*self._groups[stream]]
 
-    def get_groups(self, number: int, stream: str) -> Mapping[int, PendingGroup]:
+    def get_groups(self, number: int, stream: Stream) -> Mapping[int, PendingGroup]:
         """Return the groups of a stream that a server generates, by id."""
         return self._by_server[number][stream]
 
-    def list_streams(self, number: int) -> list[str]:
+    def list_streams(self, number: int) -> list[Stream]:
         """Return the streams of which a server has got groups."""
         return [*self._by_server[number]]

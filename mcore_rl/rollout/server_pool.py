@@ -26,6 +26,7 @@ from typing import Any, Literal, Self
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
+from mcore_rl.controller.dispatch import RemoteMethod
 from mcore_rl.controller.object_columns import store_columns
 from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import (
@@ -44,7 +45,8 @@ from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.controller.worker_process import WorkerInfo
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import DraftCounts, SamplingParams, ServerMemory, SleepTag
-from mcore_rl.rollout.routing import GroupRouter, gather_prompts
+from mcore_rl.rollout.routing import GroupRouter, Stream, gather_prompts
+from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.weight_sync.spec import WorkerLists
 
 LoadFormat = Literal["auto", "checkpoint", "dummy"]
@@ -73,15 +75,15 @@ class Server:
     number: int
     group: WorkerGroup
     restarts: int = 0
-    starting: list[PendingCall] = field(default_factory=list)
+    starting: list[PendingCall[Any]] = field(default_factory=list)
     is_up: bool = False
     reads_weights: bool = True  # of the checkpoint, at its start
     version: int | None = None  # of its weights; None if it has none, or an incomplete version
-    sent: list[PendingCall] = field(default_factory=list)  # calls without a result to wait for
-    collecting: dict[str, PendingCall] = field(default_factory=dict)  # by stream
+    sent: list[PendingCall[Any]] = field(default_factory=list)  # calls without a result to wait for
+    collecting: dict[Stream, PendingCall[Any]] = field(default_factory=dict)  # by stream
     last_collect_s: float = -math.inf  # when it was last called for samples, by time.monotonic
     # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
-    abandoned: dict[str, set[int]] = field(default_factory=dict)
+    abandoned: dict[Stream, set[int]] = field(default_factory=dict)
     idle_s: float = 0.0  # since its last start, at the last call of ServerPool.idle_s
 
     def describe(self) -> str:
@@ -98,7 +100,7 @@ class Server:
 class ServerPool:
     """All servers of a run. Not thread-safe, except for `close`.
 
-    After the constructor, `submit` "prepare", call `submit_start`, then `started`.
+    After the constructor, call `submit_prepare`, `submit_start`, then `mark_started`.
 
     Args:
         max_restarts: Maximum restarts per server.
@@ -184,20 +186,19 @@ class ServerPool:
         self._by_group[server.group] = server
         self._launch(server)
 
-    def submit(self, method: str, *args: Any) -> list[PendingCall]:
-        """Call a method of all servers before the run; a server's death fails the call."""
-        return [getattr(group, method).submit(*args) for group in self.groups]
+    def submit_prepare(self) -> list[PendingCall[list[None]]]:
+        """Prepare all servers before the run; a server's death fails the call."""
+        return [group.submit(RolloutWorker.prepare) for group in self.groups]
 
-    def submit_start(self) -> list[PendingCall]:
+    def submit_start(self) -> list[PendingCall[list[None]]]:
         """Start all servers before the run; a server's death fails the call."""
         return [self._submit_start(server) for server in self._servers.values()]
 
-    def _submit_start(self, server: Server) -> PendingCall:
+    def _submit_start(self, server: Server) -> PendingCall[list[None]]:
         """Start a server; without weights if load_format lets the next push bring them."""
         formats = ("checkpoint",) if self.version else ("checkpoint", "auto")
         server.reads_weights = self._load_format in formats
-        options = {} if server.reads_weights else {"reads_weights": False}
-        return server.group.start.submit(**options)
+        return server.group.submit(RolloutWorker.start, server.reads_weights)
 
     def mark_started(self) -> None:
         """Mark all servers as up.
@@ -209,27 +210,28 @@ class ServerPool:
     def connect_models(self, addresses: Any) -> None:
         """Pass the addresses of frozen models to the servers, and to those that will join."""
         self._models = addresses
-        self._call_servers(self._up, "connect_models", addresses)
+        self._call_servers(self._up, RolloutWorker.connect_models, addresses)
 
     def sleep(self, keep: bool = False) -> None:
         """Call RolloutWorker.sleep of the servers that are up."""
-        self._call_servers(self._up, "sleep", *([keep] if keep else []))
+        self._call_servers(self._up, RolloutWorker.sleep, keep)
 
     def wake(self, tag: SleepTag) -> None:
         """Call RolloutWorker.wake of the servers that are up."""
-        self._call_servers(self._up, "wake", tag)
+        self._call_servers(self._up, RolloutWorker.wake, tag)
 
     def memory(self) -> list[ServerMemory]:
         """Return the memory of each node of the servers that are up."""
-        return self._call_servers(self._up, "memory")
+        return self._call_servers(self._up, RolloutWorker.memory)
 
     def take_draft_counts(self) -> DraftCounts:
         """Return the counts of drafts since the last call, of the servers that are up."""
-        return sum(self._call_servers(self._up, "take_draft_counts"), DraftCounts())
+        counts = self._call_servers(self._up, RolloutWorker.take_draft_counts)
+        return sum(counts, DraftCounts())
 
     def list_parameters(self) -> WorkerLists:
         """Return what the parameters of a server's workers are made of (GenerationServer)."""
-        lists = self._call_servers(self._up[:1], "list_parameters")
+        lists = self._call_servers(self._up[:1], RolloutWorker.list_parameters)
         return next(filter(None, lists), [])
 
     def idle_s(self) -> list[float]:
@@ -238,7 +240,8 @@ class ServerPool:
         Only of servers that are up.
         """
         servers = self._up
-        totals = [s for s in self._call_servers(servers, "idle_s") if s is not None]
+        answers = self._call_servers(servers, RolloutWorker.idle_s)
+        totals = [total_s for total_s in answers if total_s is not None]
         alive = [server for server in servers if server.is_up]
         idle_s = []
         for server, total_s in zip(alive, totals, strict=True):
@@ -251,7 +254,9 @@ class ServerPool:
         with self._lock:
             self._closed = True
         calls = [
-            server.group.shut_down.submit() for server in self._up if not server.group.end_reason
+            server.group.submit(RolloutWorker.shut_down)
+            for server in self._up
+            if not server.group.end_reason
         ]
         with contextlib.suppress(WorkerError):
             gather_results(calls)
@@ -271,7 +276,7 @@ class ServerPool:
 
     # Groups of samples.
 
-    def begin(self, prompts: Batch, sampling: SamplingParams, stream: str = "train") -> None:
+    def begin(self, prompts: Batch, sampling: SamplingParams, stream: Stream = "train") -> None:
         """Start the trajectories of these prompts; return immediately.
 
         The groups of one call are routed together, and those of a server start together. So the
@@ -283,7 +288,7 @@ class ServerPool:
         self._router.begin(prompts, sampling, stream)
         self._route()
 
-    def collect(self, stream: str, wait_s: float, at_least: int = 1) -> list[Batch]:
+    def collect(self, stream: Stream, wait_s: float, at_least: int = 1) -> list[Samples]:
         """Return samples of whole groups that have ended since the last call.
 
         Returns at once if no group of the stream is pending.
@@ -299,7 +304,7 @@ class ServerPool:
                 group has ended in timeouts.call_s.
             NoServersError: no server is left, and nobody sends it weights.
         """
-        start_s, batches = time.monotonic(), list[Batch]()
+        start_s, batches = time.monotonic(), list[Samples]()
         self._wait_start_s = start_s
         while self.num_outstanding(stream):
             waited_s = self._waited_s + time.monotonic() - self._wait_start_s
@@ -316,7 +321,7 @@ class ServerPool:
         self._check_wait(0.0 if batches else time.monotonic() - self._wait_start_s)
         return batches
 
-    def poll(self, stream: str, at_least: int = 1) -> list[Batch]:
+    def poll(self, stream: Stream, at_least: int = 1) -> list[Samples]:
         """Collect without waiting or resending weights, while the trainer changes them.
 
         Of many servers about 32 a second are polled, each after 10 s at the latest.
@@ -332,11 +337,11 @@ class ServerPool:
             pause_s = min(num_serving / _SERVERS_PER_S, limit_s)
         return self._collect(stream, 0, pause_s)
 
-    def pop_rerouted(self, stream: str) -> list[int]:
+    def pop_rerouted(self, stream: Stream) -> list[int]:
         """Return, once, the groups that began again on another server."""
         return self._router.pop_rerouted(stream)
 
-    def abandon(self, stream: str, group_ids: Collection[int]) -> None:
+    def abandon(self, stream: Stream, group_ids: Collection[int]) -> None:
         """End these groups: `collect` will not return them."""
         abandoned: dict[int, list[int]] = {}  # by server number
         for group in [self._router.remove(stream, group_id) for group_id in group_ids]:
@@ -349,13 +354,13 @@ class ServerPool:
             # The pending answer may have them, also if groups of these ids begin again meanwhile.
             if stream in server.collecting:
                 server.abandoned.setdefault(stream, set()).update(ids)
-            self._send(server, "abandon", stream, ids)
+            self._send(server, server.group.submit(RolloutWorker.abandon, stream, ids))
 
-    def abandon_all(self, stream: str) -> None:
+    def abandon_all(self, stream: Stream) -> None:
         """End all groups of a stream that were begun and not collected."""
         self.abandon(stream, self._router.list_ids(stream))
 
-    def num_outstanding(self, stream: str) -> int:
+    def num_outstanding(self, stream: Stream) -> int:
         """Return the number of groups of a stream that were begun and not collected."""
         return self._router.count(stream)
 
@@ -379,11 +384,11 @@ class ServerPool:
             server, stream, sampling = self._servers[number], groups[0].stream, groups[0].sampling
             self._to_collect[stream].add(server)
             prompts = store_if_large(gather_prompts(groups), sampling.n)
-            self._send(server, "begin", prompts, sampling, stream)
+            call = server.group.submit(RolloutWorker.begin, prompts, sampling, stream)
+            self._send(server, call)
 
-    def _send(self, server: Server, method: str, *args: Any) -> None:
-        """Submit a call that has no result to wait for; `_poll` looks at its answer."""
-        call = getattr(server.group, method).submit(*args)
+    def _send(self, server: Server, call: PendingCall[Any]) -> None:
+        """Wait for no result of a call; `_poll` looks at its answer."""
         server.sent.append(call)
         self._replies.watch([call])
 
@@ -401,12 +406,12 @@ class ServerPool:
             )
         self.resend()
 
-    def _collect(self, stream: str, at_least: int, pause_s: float = 0.0) -> list[Batch]:
+    def _collect(self, stream: Stream, at_least: int, pause_s: float = 0.0) -> list[Samples]:
         """Return samples of servers that have answered, and poll those that have groups.
 
         A server that was polled less than `pause_s` ago is left to a later call.
         """
-        marked, batches, num_serving = self._to_collect[stream], list[Batch](), len(self._serving)
+        marked, batches, num_serving = self._to_collect[stream], list[Samples](), len(self._serving)
         wait_s, now_s = self._get_collect_s(at_least, num_serving), time.monotonic()
         share = math.ceil(at_least / num_serving) if num_serving else 0
         for server in sorted(filter(self._is_serving, marked), key=attrgetter("number")):
@@ -423,12 +428,14 @@ class ServerPool:
             marked.discard(server)
         return batches
 
-    def _submit_collect(self, server: Server, stream: str, wait_s: float, share: int) -> None:
+    def _submit_collect(self, server: Server, stream: Stream, wait_s: float, share: int) -> None:
         """Call a server for samples of `share` groups of the stream."""
         groups = self._router.get_groups(server.number, stream).values()
         num_tokens = sum(sorted(group.max_tokens for group in groups)[-max(share, 1) :])
-        collect = server.group.collect.with_result_bytes(num_tokens * GENERATED_BYTES_PER_TOKEN)
-        server.collecting[stream] = call = collect.submit(stream, wait_s, share)
+        num_bytes = num_tokens * GENERATED_BYTES_PER_TOKEN
+        collect = RolloutWorker.collect.with_result_bytes(num_bytes)
+        call = server.group.submit(collect, stream, wait_s, share)
+        server.collecting[stream] = call
         server.last_collect_s = time.monotonic()
         self._replies.watch([call])
 
@@ -442,7 +449,7 @@ class ServerPool:
         collect_s = min(max(num_serving / _SERVERS_PER_S, least_s), most_s)
         return min(collect_s, self._call_timeout.seconds / 4)
 
-    def _take_pending(self, server: Server, stream: str, batch: Batch) -> Iterator[Batch]:
+    def _take_pending(self, server: Server, stream: Stream, batch: Samples) -> Iterator[Samples]:
         """Yield an answer without groups that were abandoned since the call was made."""
         abandoned = server.abandoned.pop(stream, set())
         if not len(batch):
@@ -459,7 +466,7 @@ class ServerPool:
         """Wait until a server answers or has started."""
         self._mark_answered(self._replies.wait(seconds))
 
-    def _mark_answered(self, calls: Iterable[PendingCall]) -> None:
+    def _mark_answered(self, calls: Iterable[PendingCall[Any]]) -> None:
         """Mark the servers of calls with new replies, for `_poll` and `_collect`."""
         for call in calls:
             if (server := self._by_group.get(call.group)) is None:  # it has died since
@@ -522,16 +529,15 @@ class ServerPool:
 
     def attempt(
         self,
-        method: str,
-        arguments: Callable[[int], tuple[Any, ...]],
-        beside: Sequence[PendingCall],
+        submit: Callable[[WorkerGroup, int], PendingCall[Any]],
+        beside: Sequence[PendingCall[Any]],
         timeout: Timeout,
         on_death: Callable[[], None] | None = None,
     ) -> bool:
-        """Call a method that replaces weights on all servers that are up, with other calls.
+        """Replace the weights of all servers that are up, with other calls.
 
         Args:
-            arguments: Returns a server's arguments, from its index among those that are up.
+            submit: Calls a server, given its group and its index among those that are up.
             beside: Calls on other groups that belong to it.
             on_death: Ends what the others would wait for.
 
@@ -543,10 +549,7 @@ class ServerPool:
             ConfigError, WorkerError: see `gather_results`; for failures that no death has caused.
         """
         servers = self._up
-        calls = [
-            getattr(server.group, method).submit(*arguments(index))
-            for index, server in enumerate(servers)
-        ]
+        calls = [submit(server.group, index) for index, server in enumerate(servers)]
         groups = [server.group for server in servers]
         deaths = wait_for_survivors([*calls, *beside], groups, timeout, on_death)
         if deaths:
@@ -577,7 +580,7 @@ class ServerPool:
         self._gather_from(joining, [self._submit_start(server) for server in joining])
         self._mark_up([s for s in joining if not s.starting])  # else it has died in the call
         joined = [server for server in joining if server.is_up]
-        self._call_servers(joined, "sleep")
+        self._call_servers(joined, RolloutWorker.sleep)
         for server in joined:
             server.version = None
         self._list_servers()
@@ -632,7 +635,7 @@ class ServerPool:
         self._list_servers()
         if server.is_up:  # else the call would wait until it has started
             with contextlib.suppress(WorkerError):
-                gather_results([server.group.shut_down.submit()])
+                gather_results([server.group.submit(RolloutWorker.shut_down)])
         server.group.close()
 
     def _unmark(self, server: Server) -> None:
@@ -698,7 +701,8 @@ class ServerPool:
             if server.restarts:
                 print(f"{server.group.name} is up again, and gets its weights with the next push")
             if self._models is not None:
-                self._send(server, "connect_models", self._models)
+                call = server.group.submit(RolloutWorker.connect_models, self._models)
+                self._send(server, call)
         self._list_servers()
 
     def _wait_for_starts(self) -> bool:
@@ -709,7 +713,7 @@ class ServerPool:
             self._poll()
         return is_starting
 
-    def _has_succeeded(self, server: Server, call: PendingCall) -> bool:
+    def _has_succeeded(self, server: Server, call: PendingCall[Any]) -> bool:
         """Return whether a call has succeeded. Restart a server that has died or is late.
 
         Raises:
@@ -728,12 +732,20 @@ class ServerPool:
             call.result()
         return True
 
-    def _call_servers(self, servers: Sequence[Server], method: str, *args: Any) -> list[Any]:
+    def _call_servers[**P, T](
+        self,
+        servers: Sequence[Server],
+        method: RemoteMethod[P, list[T]],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> list[T]:
         """Call a method; return the results of all nodes. Restart servers that die in the call."""
-        calls = [getattr(server.group, method).submit(*args) for server in servers]
+        calls = [server.group.submit(method, *args, **kwargs) for server in servers]
         return self._gather_from(servers, calls)
 
-    def _gather_from(self, servers: Sequence[Server], calls: Sequence[PendingCall]) -> list[Any]:
+    def _gather_from[T](
+        self, servers: Sequence[Server], calls: Sequence[PendingCall[list[T]]]
+    ) -> list[T]:
         """Return the results of a call on each server. Restart servers that die in the call."""
         if not calls:
             return []
@@ -772,7 +784,7 @@ class ServerPool:
     def _launch(self, server: Server) -> None:
         """Submit the calls that start a server; on shared devices only those before the start."""
         group = server.group
-        server.starting = [*group.build_calls, group.prepare.submit()]
+        server.starting = [*group.build_calls, group.submit(RolloutWorker.prepare)]
         if not self.takes_turns:
             server.starting.append(self._submit_start(server))
         self._replies.watch(server.starting)

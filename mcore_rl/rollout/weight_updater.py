@@ -5,18 +5,21 @@ from __future__ import annotations
 import contextlib
 import shutil
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from mcore_rl.config.resolve import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
-from mcore_rl.controller.pending_call import Timeout, gather_results
+from mcore_rl.controller.pending_call import PendingCall, Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.parallel import rendezvous
 from mcore_rl.parallel.rendezvous import RendezvousConnectionError, RendezvousEndpoint
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.rollout.server_pool import ServerPool
+from mcore_rl.rollout.worker import RolloutWorker
 
 _END_S = 5.0  # limit of the call that ends waits at the rendezvous
 
@@ -75,33 +78,39 @@ class TransportSync:
         if self.servers.membership != membership:  # the server that was asked has died
             return False
         layout = build_generation_layout(self.rollout, self.servers.num_up)
-        endpoint, spec = self.actor.open_weights(layout, self.settings, weight_format, lists)
+        endpoint, spec = self.actor.call(
+            ModelWorker.open_weights, layout, self.settings, weight_format, lists
+        )
         spec = replace(
             spec,
             drafts=bool(self.rollout.speculative.num_tokens),
             quantization=self.rollout.quantization,
         )
-        actors = self.actor.connect_weights.submit(endpoint, spec)
+        actors = self.actor.submit(ModelWorker.connect_weights, endpoint, spec)
 
-        def get_arguments(index: int) -> tuple[object, ...]:
+        def connect_server(server: WorkerGroup, index: int) -> PendingCall[list[None]]:
             # Workers of all servers, in a row, are the generation ranks.
-            return endpoint, spec, index * self.rollout.num_workers
+            first_rank = index * self.rollout.num_workers
+            return server.submit(RolloutWorker.connect_weights, endpoint, spec, first_rank)
 
         self._endpoint = endpoint
         self._connected = -1
         attempt = self.servers.attempt
-        if not attempt("connect_weights", get_arguments, [actors], self.timeout, self._end_waits):
+        if not attempt(connect_server, [actors], self.timeout, self._end_waits):
             return False
         self._connected = membership
         return True
 
     def _send(self, version: int) -> bool:
         """Send a version to the servers that are connected; return False if one has died."""
-        sending = self.actor.send_weights.submit(version)
-        options = (True, self.recompute_cache) if self.in_flight else ()
-        arguments = version, *options
-        attempt, method = self.servers.attempt, "receive_weights"
-        return attempt(method, lambda _: arguments, [sending], self.timeout, self._end_waits)
+        sending = self.actor.submit(ModelWorker.send_weights, version)
+
+        def update_server(server: WorkerGroup, _: int) -> PendingCall[list[None]]:
+            return server.submit(
+                RolloutWorker.receive_weights, version, self.in_flight, self.recompute_cache
+            )
+
+        return self.servers.attempt(update_server, [sending], self.timeout, self._end_waits)
 
     def _end_waits(self) -> None:
         """End the waits of ranks for a server that has died, or leave them to their time limit."""
@@ -120,11 +129,15 @@ class AdapterSync:
     alpha: float
 
     def push(self, version: int) -> None:
-        collecting = self.actor.collect_adapters.submit()
+        collecting = self.actor.submit(ModelWorker.collect_adapters)
         [contents] = gather_results([collecting], self.timeout)
-        arguments = next(filter(None, contents)), self.alpha, version
+        [content] = filter(None, contents)
+
+        def load(server: WorkerGroup, _: int) -> PendingCall[list[None]]:
+            return server.submit(RolloutWorker.load_adapters, content, self.alpha, version)
+
         self.servers.admit()
-        while not self.servers.attempt("load_adapters", lambda _: arguments, [], self.timeout):
+        while not self.servers.attempt(load, [], self.timeout):
             self.servers.admit()
         self.servers.mark_updated(version)
 
@@ -146,20 +159,20 @@ class CheckpointSync:
 
     def push(self, version: int) -> None:
         try:
-            sending = self.actor.export.submit(str(self.folder), self.num_bytes)
+            sending = self.actor.submit(ModelWorker.export, str(self.folder), self.num_bytes)
             refused = [reason for reason in gather_results([sending], self.timeout)[0] if reason]
             if refused:
                 raise ExportError(f"weight_sync.method='full_export': {refused[0]}")
-            options = (True, self.recompute_cache) if self.in_flight else ()
-            arguments = str(self.folder), version, *options
             self.servers.admit()
-            while not self.servers.attempt(
-                "load_checkpoint", lambda _: arguments, [], self.timeout
-            ):
+            while not self.servers.attempt(partial(self._load, version), [], self.timeout):
                 self.servers.admit()
             self.servers.mark_updated(version)
         finally:
             shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _load(self, version: int, server: WorkerGroup, _: int) -> PendingCall[list[None]]:
+        options = self.in_flight, self.recompute_cache
+        return server.submit(RolloutWorker.load_checkpoint, str(self.folder), version, *options)
 
 
 def connect(
@@ -179,8 +192,8 @@ def connect(
     """
     timeout = Timeout(config.weight_sync.timeout_s, "weight_sync.timeout_s")
     settings = replace(config.weight_sync, timeout_s=config.inner_timeout_s)
-    mode, recompute_cache = get_loop(config.trainer), config.trainer.asynchronous.recompute_cache
-    in_flight = mode == "fully_async", recompute_cache
+    is_in_flight = get_loop(config.trainer) == "fully_async"
+    in_flight = is_in_flight, is_in_flight and config.trainer.asynchronous.recompute_cache
     if config.rollout.lora == "adapter":
         return AdapterSync(actor, servers, timeout, config.actor.lora.alpha)
     if settings.method == "full_export":

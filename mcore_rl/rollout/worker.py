@@ -18,7 +18,7 @@ from collections.abc import (
     Set,
 )
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import ray
 
@@ -45,6 +45,7 @@ from mcore_rl.inference.registry import create_server
 from mcore_rl.parallel.devices import get_gpu
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.rewards.manager import RewardManager
+from mcore_rl.rollout.routing import Stream
 from mcore_rl.weight_sync.spec import TransferSpec, WorkerLists
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ if TYPE_CHECKING:
     from mcore_rl.agents.runner import AgentRunner
 
 T = TypeVar("T")
-Stream = Literal["train", "evaluation"]  # the purpose of samples
 
 
 class IdleTimer:

@@ -25,7 +25,7 @@ from mcore_rl.controller.batch_ops import (
     to_arrays,
 )
 from mcore_rl.controller.pending_call import WorkerError
-from mcore_rl.data.batch import Batch, Samples
+from mcore_rl.data.batch import Samples
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.buffer import (
@@ -61,7 +61,7 @@ class AsyncRollout:
         self._sampler, self._config = sampler, config
         self._rollout, self._prompts = sampler.rollout, sampler.prompts
         self._staleness = trainer.staleness or 0
-        self.queue: SampleQueue[Batch] = SampleQueue(group_size)
+        self.queue: SampleQueue[Samples] = SampleQueue(group_size)
         settings = StalenessSettings(
             groups_per_step=trainer.prompts_per_step,
             group_size=group_size,
@@ -206,7 +206,7 @@ class AsyncRollout:
         # Earlier versions did not save them.
         self._rejected = [*map(restore_released, state.get("rejected", {}).values())]
 
-    def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
+    def _select_groups(self, step: int, num_needed: int) -> list[SampleGroup[Samples]]:
         while True:
             with ACTIVITY.count(num_needed, "groups") as show_count:
                 groups = self._wait_for_groups(step, num_needed, show_count)
@@ -223,7 +223,7 @@ class AsyncRollout:
 
     def _wait_for_groups(
         self, step: int, num_needed: int, show_count: Callable[[int], None]
-    ) -> list[SampleGroup[Batch]]:
+    ) -> list[SampleGroup[Samples]]:
         limit, last = self._config.timeouts.call_s, time.monotonic()
         while True:
             self._begin_more()
@@ -261,7 +261,7 @@ class AsyncRollout:
             self._draw()
         self._begin()
 
-    def _take_in(self, batches: list[Batch]) -> bool:
+    def _take_in(self, batches: list[Samples]) -> bool:
         """Record samples that have arrived, and groups that began again; return if there are any.
 
         A group that began again did so with the weights that the servers have.
@@ -278,7 +278,7 @@ class AsyncRollout:
                 self._finish_group(group_id, group)
         return any(len(batch) for batch in batches)
 
-    def _finish_group(self, group_id: int, batch: Batch) -> None:
+    def _finish_group(self, group_id: int, batch: Samples) -> None:
         """Put a complete group into the buffer, or drop it if the group filter rejects it."""
         config, versions = self._config, batch.array("oldest_versions")
         chosen = versions[versions >= 0]
@@ -293,7 +293,7 @@ class AsyncRollout:
             self.queue.drop([group_id])
             self._rejected.append(release_columns(batch))
 
-    def _passes_filter(self, batch: Batch) -> bool:
+    def _passes_filter(self, batch: Samples) -> bool:
         """Return whether a group passes algorithm.filter.group_filter."""
         policy = self._config.algorithm.filter
         if not policy.group_filter:
@@ -302,7 +302,7 @@ class AsyncRollout:
             batch = batch.take(np.flatnonzero(batch.array("reward_errors") == "").tolist())
         return len(batch) > 0 and len(select_rows(filter_groups, batch, policy)) > 0
 
-    def _select_too_few(self, step: int, num_needed: int) -> list[SampleGroup[Batch]]:
+    def _select_too_few(self, step: int, num_needed: int) -> list[SampleGroup[Samples]]:
         """Return what there is, when the filter has rejected as many as it may in a step."""
         policy = self._config.algorithm.filter
         num = min(self._num_ready, num_needed)

@@ -41,6 +41,7 @@ from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.data.sampler import CurriculumSampler
 from mcore_rl.engine.base import LossFunction
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.metrics import Report
 from mcore_rl.observability.process import exempt_objects_from_gc
@@ -278,11 +279,12 @@ def build_frozen_models(config: RLConfig, devices: DeviceSharing) -> list[Scorin
         teachers = {name: workers[f"teacher.{name}"] for name in names}
         models.append(Teachers(teachers, devices.actor, devices, config))
     if config.algorithm.kl_coef:
-        role, method = "actor", "compute_reference_log_probs"  # a LoRA actor without its adapters
         if "reference" in workers:
-            role, method = "reference", "compute_log_probs"
-        compute = getattr(workers[role], method)
-        models.append(ReferenceModel(compute, devices, role, temperature))
+            compute = ModelWorker.compute_log_probs
+            models.append(ReferenceModel(devices, "reference", compute, temperature))
+        else:  # a LoRA actor without its adapters
+            compute_base = ModelWorker.compute_reference_log_probs
+            models.append(ReferenceModel(devices, "actor", compute_base, temperature))
     return models
 
 

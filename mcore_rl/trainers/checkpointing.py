@@ -19,8 +19,9 @@ from mcore_rl.checkpoint.run_checkpoints import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
-from mcore_rl.controller.worker_group import RankGroup
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
 
@@ -99,10 +100,10 @@ class CheckpointManager:
             )
         self._devices.offload_rollout()
         self._devices.use("actor")
-        self._devices.actor.load_checkpoint(str(checkpoint.path / ACTOR))
+        self._devices.actor.call(ModelWorker.load_checkpoint, str(checkpoint.path / ACTOR))
         if (critic := self._devices.critic) is not None:
             self._devices.use("critic")
-            critic.load_checkpoint(str(checkpoint.path / CRITIC))
+            critic.call(ModelWorker.load_checkpoint, str(checkpoint.path / CRITIC))
         self._devices.update_weights(version=checkpoint.state["weight_version"])
         for name, part in self._states.items():
             try:
@@ -156,7 +157,11 @@ class CheckpointManager:
             self._state = self._build_state(step, metrics)
         if self._saving is not None:
             is_last = step == self._config.trainer.num_steps
-            if is_last or is_stopping or all(all(group.is_saved()) for group in self._trained):
+            if (
+                is_last
+                or is_stopping
+                or all(all(group.call(ModelWorker.is_saved)) for group in self._trained)
+            ):
                 self._finish()
         if is_stopping:
             self._raise_stopped(step)
@@ -182,11 +187,13 @@ class CheckpointManager:
             return
         in_background = self._config.checkpoint.async_save
         self._devices.use("actor")
-        save = self._devices.actor.save_checkpoint
-        reason = save(str(path / ACTOR), in_background=in_background)[0]
+        save = ModelWorker.save_checkpoint
+        reason = self._devices.actor.call(save, str(path / ACTOR), in_background=in_background)[0]
         if (critic := self._devices.critic) is not None and not reason:
             self._devices.use("critic")
-            reason = critic.save_checkpoint(str(path / CRITIC), in_background=in_background)[0]
+            reason = critic.call(
+                ModelWorker.save_checkpoint, str(path / CRITIC), in_background=in_background
+            )[0]
         if reason:
             self._end_saves()
             self._warn(step, reason)
@@ -202,7 +209,9 @@ class CheckpointManager:
 
     def _end_saves(self) -> str:
         """Wait for saves in the background; return why one failed, or ""."""
-        return next(filter(None, [group.finish_save()[0] for group in self._trained]), "")
+        return next(
+            filter(None, [group.call(ModelWorker.finish_save)[0] for group in self._trained]), ""
+        )
 
     def _build_state(self, step: int, metrics: Mapping[str, float]) -> dict[str, Any]:
         """Return the state of a checkpoint (RunCheckpoints.publish)."""
@@ -260,7 +269,7 @@ class CheckpointManager:
             if path.exists():  # of a run that went on from an earlier step
                 shutil.rmtree(path)
             self._devices.use("actor")
-            reason = self._devices.actor.export(str(path), self._hf_bytes)[0]
+            reason = self._devices.actor.call(ModelWorker.export, str(path), self._hf_bytes)[0]
         except OSError as error:
             reason = str(error)
         if reason:

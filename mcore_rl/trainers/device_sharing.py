@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import PlacementConfig
-from mcore_rl.controller.worker_group import RankGroup
+from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.rollout.server_pool import NoServersError, ServerPool
 from mcore_rl.rollout.weight_updater import WeightSync
 
@@ -84,7 +85,7 @@ class DeviceSharing:
             if self.servers.has_joining:
                 self._start_servers(is_shared)
         if is_shared:
-            self.actor.to("host", model=False)
+            self.actor.call(ModelWorker.to, "host", model=False)
         if self._has_sleeping_servers:
             self.servers.wake("weights")
         while not self._push(version):  # all servers on shared devices have died
@@ -122,7 +123,7 @@ class DeviceSharing:
     def _start_servers(self, is_shared: bool) -> None:
         """Start servers that join, on devices that nobody has: each takes a server's memory."""
         if is_shared:
-            self.actor.to("host")
+            self.actor.call(ModelWorker.to, "host")
         self.servers.start_asleep()
 
     def _offload_others(self, role: str, except_role: str = "") -> None:
@@ -137,7 +138,7 @@ class DeviceSharing:
         if role == ROLLOUT:
             self.servers.sleep(keep=self._keeps_requests)
         else:
-            self.models[role].to("host")
+            self.models[role].call(ModelWorker.to, "host")
 
 
 @dataclass(frozen=True, slots=True)

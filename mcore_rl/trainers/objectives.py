@@ -8,7 +8,7 @@ weights. From these the driver computes the loss and what each token weighs in i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Protocol
 
@@ -23,9 +23,10 @@ from mcore_rl.algorithms.preference import (
     build_pair_inputs,
     compute_pair_weights,
 )
-from mcore_rl.controller.worker_group import RankGroup
-from mcore_rl.data.batch import Batch
+from mcore_rl.controller.dispatch import RankGroup, RemoteMethod
+from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.examples import build_scoring_batch
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.activity import Stopwatch
 
 Metrics = dict[str, float]
@@ -55,14 +56,16 @@ class SupervisedObjective:
         """Take one optimizer step; return metrics of the weights before it."""
         weights = compute_loss_weights(batch.jagged("response_mask"), self.aggregation)
         with clock("update"):
-            metrics: Metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
-        return metrics
+            batch = batch.with_columns(loss_weights=weights)
+            return self.model.call(ModelWorker.update, batch)[0][0]
 
     def evaluate(self, batches: Iterator[Batch]) -> Metrics:
         """Return `loss`: the mean over all trained tokens, whatever the aggregation."""
         sums, counts = list[float](), list[int]()  # of each row
         for batch in batches:
-            scored = self.model.compute_log_probs(batch, temperature=1.0)
+            scored = call_by_value(
+                self.model, ModelWorker.compute_log_probs, batch, temperature=1.0
+            )
             pairs = zip(scored.jagged("log_probs"), batch.jagged("response_mask"), strict=True)
             for log_probs, mask in pairs:
                 sums.append(-float(log_probs[mask != 0].sum(dtype=np.float64)))
@@ -77,16 +80,27 @@ class SupervisedObjective:
 class Reference:
     """The reference of a preference loss: a frozen model, or the trained one without adapters."""
 
-    compute_log_probs: Callable[..., Batch]  # a method of its workers
-    offloaded: RankGroup | None = None  # the frozen model, if it shares devices with the trained
+    workers: RankGroup
+    compute_log_probs: RemoteMethod[..., Samples]
+    is_offloaded: bool = False  # between calls: it shares devices with the trained model
 
     def add_log_probs(self, batch: Batch) -> Batch:
         """Add reference_log_probs: [response tokens], in nats."""
         columns = batch.select_inputs()
-        scored = self.compute_log_probs(columns, temperature=1.0).select("log_probs")
-        if self.offloaded is not None:
-            self.offloaded.to("host")
+        scored = call_by_value(self.workers, self.compute_log_probs, columns, temperature=1.0)
+        scored = scored.select("log_probs")
+        if self.is_offloaded:
+            self.workers.call(ModelWorker.to, "host")
         return batch.union(scored.rename_columns(log_probs="reference_log_probs"))
+
+
+def call_by_value[**P](
+    workers: RankGroup, method: RemoteMethod[P, Samples], *args: P.args, **kwargs: P.kwargs
+) -> Batch:
+    """Call a method with a batch in this process, so that the one it returns is here, too."""
+    scored = workers.call(method, *args, **kwargs)
+    assert isinstance(scored, Batch)
+    return scored
 
 
 class PairObjective(ABC):
@@ -103,7 +117,8 @@ class PairObjective(ABC):
         batch, losses = self.compute_losses(batch, clock)
         weights = compute_pair_weights(batch, losses)
         with clock("update"):
-            metrics = self.model.update(batch.with_columns(loss_weights=weights))[0][0]
+            batch = batch.with_columns(loss_weights=weights)
+            metrics = self.model.call(ModelWorker.update, batch)[0][0]
         # The loss of the update has the gradient of the pairs' loss, not its value.
         return {**metrics, **losses.metrics}
 
@@ -127,7 +142,7 @@ class PreferenceObjective(PairObjective):
             with clock("reference"):
                 batch = self.reference.add_log_probs(batch)
         with clock("log_probs"):
-            batch = self.model.compute_log_probs(batch, temperature=1.0)
+            batch = call_by_value(self.model, ModelWorker.compute_log_probs, batch, temperature=1.0)
         return batch, self.loss(build_pair_inputs(batch))
 
 
@@ -139,7 +154,9 @@ class RewardObjective(PairObjective):
 
     def compute_losses(self, batch: Batch, clock: Stopwatch) -> tuple[Batch, PairLosses]:
         with clock("scores"):
-            batch = self.model.compute_values(build_scoring_batch(batch))
+            batch = call_by_value(
+                self.model, ModelWorker.compute_values, build_scoring_batch(batch)
+            )
         scores = batch.jagged("values").values.astype(np.float64)
         margins = batch.array("margins")[::2]
         return batch, bradley_terry(scores[::2], scores[1::2], margins)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Concatenate, Protocol
 
 import numpy as np
 
@@ -19,13 +19,13 @@ from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import (
-    B,
     concat_batches,
     select_small_columns,
     select_token_columns,
 )
-from mcore_rl.controller.worker_group import RankGroup
+from mcore_rl.controller.dispatch import RankGroup, RemoteMethod
 from mcore_rl.data.batch import MODEL_INPUTS, Batch, Column, Samples
+from mcore_rl.engine.worker import ModelWorker, apply
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import check_gaps
@@ -74,7 +74,7 @@ class Actor:
     coefficients: Coefficients  # of KL and entropy, at each step
     warnings: StepWarnings
 
-    def compute_log_probs(self, batch: B) -> B:
+    def compute_log_probs(self, batch: Samples) -> Samples:
         """Add log_probs and entropy, unless the update's own forward pass gives them.
 
         With algorithm.correction.use_rollout_log_probs those of the servers stand for them.
@@ -86,12 +86,11 @@ class Actor:
             return batch.union(served.rename_columns(rollout_log_probs="log_probs"))
         return self._compute_log_probs(batch)
 
-    def _compute_log_probs(self, batch: B) -> B:
+    def _compute_log_probs(self, batch: Samples) -> Samples:
         self.devices.use("actor")
-        scored: B = self.workers.compute_log_probs(
-            batch, temperature=self.config.rollout.temperature
+        return self.workers.call(
+            ModelWorker.compute_log_probs, batch, temperature=self.config.rollout.temperature
         )
-        return scored
 
     def compute_advantages(self, batch: Samples, step: int) -> tuple[TrainingBatch, Metrics]:
         """Compute advantages, corrections and loss weights on rank 0 (build_training_batch).
@@ -108,17 +107,17 @@ class Actor:
         algorithm, metrics = self.coefficients.update(values, len(batch))
         seed = [self.config.seed, step]
         args = algorithm, self.config.trainer, step, seed
-        samples, selected, stats = self._apply(build_training_batch, batch, *args)
+        samples, chosen, stats = self._apply(build_training_batch, batch, *args)
         check_gaps(stats.gaps, self.config.trainer, step)
         if "log_probs" not in batch and not any(any(count.values()) for count in stats.counts):
             # No optimizer step will be taken, which would have given the log-probs.
             batch = self._compute_log_probs(batch)
-            samples, selected, stats = self._apply(build_training_batch, batch, *args)
+            samples, chosen, stats = self._apply(build_training_batch, batch, *args)
             check_gaps(stats.gaps, self.config.trainer, step)
         for kind, text in stats.warnings.items():
             self.warnings.add(kind, step, text)
         batch = batch.union(samples)
-        selected = select_responses(batch, algorithm.filter, seed).union(selected)
+        selected = select_responses(batch, algorithm.filter, seed).union(chosen)
         training = TrainingBatch(batch, selected, stats.counts, algorithm)
         return training, metrics | stats.gaps | stats.metrics
 
@@ -172,13 +171,12 @@ class Actor:
         is_scored = not number and not algorithm.correction.use_rollout_log_probs
         scored = part
         if not is_scored:
-            scored = self.workers.compute_log_probs(part, temperature=temperature)
+            scored = self.workers.call(ModelWorker.compute_log_probs, part, temperature=temperature)
         current = scored.select("log_probs", "entropy")
         part = part.union(current.rename_columns(log_probs="current_log_probs"))
         columns = self._apply(add_prepared_columns, part, algorithm, [*seed, 1 + number])
         read = select_read_columns(part.union(columns), algorithm.loss)
-        metrics: Metrics = self.workers.update(read, temperature=temperature)[0][0]
-        return metrics
+        return self.workers.call(ModelWorker.update, read, temperature=temperature)[0][0]
 
     def _update_with_scores(
         self, training: TrainingBatch, step: int
@@ -190,19 +188,30 @@ class Actor:
         trainer, algorithm, [counts] = self.config.trainer, training.algorithm, training.counts
         read = select_read_columns(training.selected, algorithm.loss)
         self.devices.use("actor")
-        scores, gaps, metrics = self.workers.update_with_scores(
-            read, temperature=self.config.rollout.temperature, bounds=trainer.gap_bounds
+        scores, gaps, metrics = self.workers.call(
+            ModelWorker.update_with_scores,
+            read,
+            temperature=self.config.rollout.temperature,
+            bounds=trainer.gap_bounds,
         )
         check_gaps(gaps, trainer, step)
         samples = training.samples.union(scores)
         columns = samples.select(*(name for name in samples.names if name in SCORE_COLUMNS))
-        score_metrics = self.workers.apply(compute_score_metrics, columns, algorithm, trainer, step)
+        score_metrics = apply(
+            self.workers, compute_score_metrics, columns, algorithm, trainer, step
+        )
         rows = [*range(len(training.selected))]
         merged = _merge_steps(training.selected, [(metrics, counts, rows)])
         return samples, score_metrics | _prefix_metrics("actor", merged)
 
-    def _apply(self, function: Callable[..., Any], batch: Samples, *args: object) -> Any:
-        return self.workers.apply(function, select_small_columns(batch), *args)
+    def _apply[**P, R](
+        self,
+        function: Callable[Concatenate[Batch, P], R],
+        batch: Samples,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        return apply(self.workers, function, select_small_columns(batch), *args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,12 +222,12 @@ class Critic:
     devices: DeviceSharing
     config: RLConfig
 
-    def compute_values(self, batch: B) -> B:
+    def compute_values(self, batch: Samples) -> Samples:
         """Add the column values: [response tokens], of the critic before its update."""
         if not len(batch):
             return batch
         self.devices.use("critic")
-        scored = self.workers.compute_values(batch.select_inputs())
+        scored = self.workers.call(ModelWorker.compute_values, batch.select_inputs())
         return batch.union(scored.select("values"))
 
     def update(self, training: TrainingBatch, step: int) -> Metrics:
@@ -235,7 +244,8 @@ class Critic:
         mask_columns = batch.select(
             *(n for n in (*TRAJECTORY_COLUMNS, "response_mask") if n in batch)
         )
-        weighted, counts = self.workers.apply(
+        weighted, counts = apply(
+            self.workers,
             map_mini_batches,
             mask_columns,
             num,
@@ -257,7 +267,7 @@ class Critic:
 class ScoringModel(Protocol):
     """A model that scores the samples of a step, and is not trained."""
 
-    def score(self, batch: B) -> tuple[B, Metrics]:
+    def score(self, batch: Samples) -> tuple[Samples, Metrics]:
         """Return the batch with its columns, and metrics."""
 
 
@@ -265,18 +275,19 @@ class ScoringModel(Protocol):
 class ReferenceModel:
     """The policy that the KL is measured to: a model of its own, or a LoRA actor's base model."""
 
-    compute_log_probs: Callable[..., Any]  # a method of the workers of `role`
     devices: DeviceSharing
     role: str  # "reference" or "actor"
+    compute_log_probs: RemoteMethod[..., Samples]  # of the workers of that role
     temperature: float
 
-    def score(self, batch: B) -> tuple[B, Metrics]:
+    def score(self, batch: Samples) -> tuple[Samples, Metrics]:
         """Add reference_log_probs: [response tokens], in nats."""
         if not len(batch):
             return batch, {}
         self.devices.use(self.role)
-        columns = batch.select_inputs()
-        scored = self.compute_log_probs(columns, temperature=self.temperature).select("log_probs")
+        workers, columns = self.devices.models[self.role], batch.select_inputs()
+        scored = workers.call(self.compute_log_probs, columns, temperature=self.temperature)
+        scored = scored.select("log_probs")
         return batch.union(scored.rename_columns(log_probs="reference_log_probs")), {}
 
 
@@ -288,7 +299,7 @@ class RewardModel:
     devices: DeviceSharing
     weight: float  # reward_model.weight
 
-    def score(self, batch: B) -> tuple[B, Metrics]:
+    def score(self, batch: Samples) -> tuple[Samples, Metrics]:
         """Add weight times the score of prompt and response, at the last token, to the rewards.
 
         The column reward/model has the scores. A response whose own reward failed stays at 0
@@ -297,7 +308,9 @@ class RewardModel:
         if not len(batch):
             return batch, {}
         self.devices.use("reward_model")
-        scores = self.workers.compute_scores(batch.select_inputs()).array("scores")
+        scores = self.workers.call(ModelWorker.compute_scores, batch.select_inputs()).array(
+            "scores"
+        )
         rewards, weight = batch.array("rewards"), np.float32(self.weight)
         is_failed = batch.array("reward_errors") != "" if "reward_errors" in batch else np.False_
         batch = batch.with_columns(
@@ -316,7 +329,7 @@ class Teachers:
     devices: DeviceSharing
     config: RLConfig
 
-    def score(self, batch: B) -> tuple[B, Metrics]:
+    def score(self, batch: Samples) -> tuple[Samples, Metrics]:
         """Add the teachers' log-probs of the response tokens.
 
         With T teachers a response: teacher_log_probs [response tokens, T] of the tokens that were
@@ -330,7 +343,9 @@ class Teachers:
         rows = {name: list(range(len(batch))) for name in names}
         if column:
             rows = {n: np.flatnonzero(batch.array("teacher") == n).tolist() for n in names}
-        parts: list[B] = [self._score(name, batch, rows[name]) for name in names if rows[name]]
+        parts: list[Samples] = [
+            self._score(name, batch, rows[name]) for name in names if rows[name]
+        ]
         if column:
             order = np.argsort(np.concatenate([rows[name] for name in names if rows[name]]))
             return batch.union(concat_batches(parts).take(order.tolist())), {}
@@ -339,19 +354,21 @@ class Teachers:
         columns = batch.select("response_ids")
         for number, part in enumerate(parts):
             columns = columns.union(part.rename_columns(**{n: f"{n}.{number}" for n in part.names}))
-        merged = self.actor.apply(merge_teacher_columns, columns, len(parts))
+        merged = apply(self.actor, merge_teacher_columns, columns, len(parts))
         return batch.union(merged), {}
 
-    def _score(self, name: str, batch: B, rows: list[int]) -> B:
+    def _score(self, name: str, batch: Samples, rows: list[int]) -> Samples:
         """Return the columns of one teacher, of these rows."""
         workers, weight = self.workers[name], build_teachers(self.config.teacher)[name].weight
         has_top = self.config.algorithm.distillation.loss in TOP_TOKEN_LOSSES
         self.devices.use(f"teacher.{name}")
-        scored = workers.compute_log_probs(
-            batch.select_inputs().take(rows), temperature=self.config.rollout.temperature
+        scored = workers.call(
+            ModelWorker.compute_log_probs,
+            batch.select_inputs().take(rows),
+            temperature=self.config.rollout.temperature,
         )
-        columns: B = workers.apply(
-            build_teacher_columns, select_small_columns(scored), weight, has_top
+        columns: Samples = apply(
+            workers, build_teacher_columns, select_small_columns(scored), weight, has_top
         )
         return columns
 
@@ -382,13 +399,17 @@ def merge_teacher_columns(batch: Batch, num_teachers: int) -> Batch:
 
 
 def _take_steps(
-    workers: RankGroup, batch: Samples, mini_batches: Sequence[Sequence[int]], **settings: float
+    workers: RankGroup,
+    batch: Samples,
+    mini_batches: Sequence[Sequence[int]],
+    temperature: float = 1.0,
 ) -> list[Metrics]:
     """Take an optimizer step on each of these lists of rows, in one call; return their metrics."""
     rows, sizes = [row for part in mini_batches for row in part], [*map(len, mini_batches)]
     # Every data-parallel rank reports the metrics of all of them.
-    metrics: list[Metrics] = workers.update(batch.take(rows), sizes=sizes, **settings)[0]
-    return metrics
+    return workers.call(ModelWorker.update, batch.take(rows), sizes=sizes, temperature=temperature)[
+        0
+    ]
 
 
 def _merge_steps(
@@ -408,7 +429,7 @@ def _prefix_metrics(role: str, metrics: Mapping[str, float]) -> Metrics:
     return {f"{role}/{name}": value for name, value in metrics.items()}
 
 
-def select_read_columns(batch: B, loss: str = "") -> B:
+def select_read_columns(batch: Samples, loss: str = "") -> Samples:
     """Drop the columns that no engine reads, and those that no loss of this package reads.
 
     A user's own loss (algorithm.loss) may read any column along tokens. A batch in this process

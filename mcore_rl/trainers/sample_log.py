@@ -10,7 +10,7 @@ import pyarrow as pa
 
 from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.schema import SampleLogConfig
-from mcore_rl.controller.worker_group import RankGroup
+from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.data.batch import IMAGES, Batch, Samples
 from mcore_rl.data.routed_experts import list_expert_columns
 from mcore_rl.data.sample_tables import (
@@ -24,6 +24,7 @@ from mcore_rl.data.sample_tables import (
     write_table,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.engine.worker import apply
 from mcore_rl.observability.console import show_line
 from mcore_rl.observability.warnings import warn
 
@@ -96,7 +97,7 @@ class SampleLog:
         else:
             columns = batch.drop_columns(*list_expert_columns(batch))
             source = self._tokenizer.name_or_path
-            error_text, lines = self._workers.apply(_load_write_and_show, columns, source, *args)
+            error_text, lines = apply(self._workers, _load_write_and_show, columns, source, *args)
         if refused := refused or error_text:
             warn(f"{path} cannot be written: {refused}; the run goes on")
         return lines

@@ -9,7 +9,8 @@ from typing import Any
 
 from mcore_rl.checkpoint.run_checkpoints import format_name
 from mcore_rl.config.schema import ProfileConfig
-from mcore_rl.controller.worker_group import RankGroup
+from mcore_rl.controller.dispatch import RankGroup
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.expert_load import ExpertLoad, build_expert_load, is_load_due
 from mcore_rl.observability.memory import GPU_MEMORY
 from mcore_rl.observability.timeline import PROFILES
@@ -52,7 +53,7 @@ class StepRecorder:
         if step in self._steps:
             folder = self._folder / format_name(step)
             for role, model in self._models.items():
-                model.start_profile(str(folder / role), step, **self._profile)
+                model.call(ModelWorker.start_profile, str(folder / role), step, **self._profile)
 
     def finish(self, step: int) -> dict[str, float]:
         """Write the profiles of the step and the load of experts; return metrics of memory.
@@ -62,7 +63,7 @@ class StepRecorder:
         """
         if step in self._steps:
             for role, model in self._models.items():
-                for problem in filter(None, model.stop_profile()):
+                for problem in filter(None, model.call(ModelWorker.stop_profile)):
                     warn(f"step {step}, profile of {role}: {problem}; the run goes on")
         if is_load_due(step, self._num_steps):
             self._record_loads(step)
@@ -70,13 +71,15 @@ class StepRecorder:
 
     def _record_loads(self, step: int) -> None:
         for role, model in self._models.items():
-            if load := model.get_expert_load():
+            if load := model.call(ModelWorker.get_expert_load):
                 self._record_load(build_expert_load(step, role, load))
 
     def _collect_peaks(self) -> dict[str, float]:
         if not self._has_peaks:
             return {}
-        by_role = {role: model.get_peak_memory() for role, model in self._models.items()}
+        by_role = {
+            role: model.call(ModelWorker.get_peak_memory) for role, model in self._models.items()
+        }
         self._has_peaks = all(rank for ranks in by_role.values() for rank in ranks)
         if not self._has_peaks:  # of the CPU
             return {}

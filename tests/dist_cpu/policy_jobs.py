@@ -16,6 +16,7 @@ from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.trainers.policy_loss import PolicyLoss
+from tests.fakes import LocalGroup
 
 TEMPERATURE = 2.0
 LOSS = PolicyLoss(AlgorithmConfig(kl_coef=0.1, entropy_coef=0.3))
@@ -71,6 +72,10 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
     return {"losses": losses}
 
 
+class _Group(LocalGroup, SimpleNamespace):
+    """A group whose methods are given."""
+
+
 class _Pools:
     """Whose groups are a worker each, which hands its results out as a group does."""
 
@@ -80,7 +85,7 @@ class _Pools:
     ) -> Iterator[Any]:
         made = worker(*args)
         ranks._STARTED.append(made._engine)
-        yield SimpleNamespace(
+        yield _Group(
             initialize=made.initialize,
             update=lambda *args, **kwargs: [made.update(*args, **kwargs)],
             export=lambda *args: [made.export(*args)],

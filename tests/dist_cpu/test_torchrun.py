@@ -56,8 +56,8 @@ if get_rank():
 else:
     with ranks:
         worker = ranks.create_group("worker", 0)
-        print(worker.store(), flush=True)
-        getattr(worker, sys.argv[1])()
+        print(worker.call(Worker.store), flush=True)
+        worker.call(getattr(Worker, sys.argv[1]))
 """
 
 

@@ -83,7 +83,7 @@ def test_groups_are_built_beside_each_other(tmp_path: Path, refused: str):
         group("first", "second") as first,
         group("second", "first") as second,
     ):
-        greetings = [first.greeting.submit(), second.greeting.submit()]
+        greetings = [first.submit(Meeting.greeting), second.submit(Meeting.greeting)]
         if refused:
             with pytest.raises(ConfigError, match=f"{refused}.__init__: rank 0: {refused} is"):
                 wait_until_built([first, second])
@@ -99,16 +99,17 @@ def test_a_group_is_rebuilt_in_its_processes(tmp_path: Path):
     logged = ResourcePool(2, {"CPU": 0.1}, log_dir=tmp_path)
     settings = {"pool": logged, "timeouts": TIMEOUTS, "layout": Layout(dp=2)}
     with logged, WorkerGroup(Lodger, init_args=(tmp_path, "one"), name="a", **settings) as group:
-        before, batch = group.lodger(), Batch({"ids": Jagged.pack([[1], [2], [3], [4]], np.int64)})
-        group.look_at(batch)
-        assert group.rows() == [2, 2]
+        before = group.call(Lodger.lodger)
+        batch = Batch({"ids": Jagged.pack([[1], [2], [3], [4]], np.int64)})
+        group.call(Lodger.look_at, batch)
+        assert group.call(Lodger.rows) == [2, 2]
         with pytest.raises(ConfigError, match=r"b: the layout .* has 4 ranks; a has 2$"):
             group.rebuild("b", Layout(dp=4), tmp_path, "four")
         group.rebuild("b", Layout(tp=2), tmp_path, "two")
         wait_until_built([group])
-        assert group.lodger() == [("two", pid, port) for _, pid, port in before]
-        group.look_at(batch)
-        assert group.rows() == [4, 4]  # there is one data-parallel rank now
+        assert group.call(Lodger.lodger) == [("two", pid, port) for _, pid, port in before]
+        group.call(Lodger.look_at, batch)
+        assert group.call(Lodger.rows) == [4, 4]  # there is one data-parallel rank now
         assert {file.name for file in tmp_path.iterdir()} == {
             *("one-0", "one-1", "a-0.log", "a-1.log", "b-0.log", "b-1.log")
         }

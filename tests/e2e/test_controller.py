@@ -64,7 +64,7 @@ class Worker:
     def last_seen(self) -> list[int]:
         return self.seen
 
-    @register(blocking=False)
+    @register()
     def wait(self, seconds: float) -> int:
         time.sleep(seconds)
         return self.rank
@@ -129,23 +129,24 @@ def jagged_batch(lengths: list[int]) -> Batch:
 
 def test_every_rank_finds_its_place_in_the_environment(group: WorkerGroup):
     address = ray.util.get_node_ip_address()
-    assert group.place() == [(str(r), "4", "0", "1", "plain", address) for r in range(4)]
-    assert 1024 < group.rendezvous() < 65536
+    assert group.call(Worker.place) == [(str(r), "4", "0", "1", "plain", address) for r in range(4)]
+    assert 1024 < group.call(Worker.rendezvous) < 65536
     assert len({info.pid for info in group.worker_infos.values()}) == 4
 
 
 def test_rows_come_back_in_order_for_uneven_sizes(group: WorkerGroup):
     lengths = [1, 40, 2, 7, 7, 0, 30]
-    result = group.double(jagged_batch(lengths), factor=10)
+    result = group.call(Worker.double, jagged_batch(lengths), factor=10)
     assert [row.tolist() for row in result.jagged("doubled")] == [
         [row * 10 + 1] * length for row, length in enumerate(lengths)
     ]
-    assert [len(row) for row in group.double(jagged_batch([3])).jagged("doubled")] == [3]
+    (row,) = group.call(Worker.double, jagged_batch([3])).jagged("doubled")
+    assert len(row) == 3
 
 
 def test_ranks_of_a_dp_group_get_identical_parts(group: WorkerGroup):
-    group.double(jagged_batch([5, 4, 3, 2, 1]))
-    seen = group.last_seen()
+    group.call(Worker.double, jagged_batch([5, 4, 3, 2, 1]))
+    seen = group.call(Worker.last_seen)
     assert seen[0] == seen[1]
     assert seen[2] == seen[3]
     assert sorted(seen[0] + seen[2]) == sorted(jagged_batch([5, 4, 3, 2, 1])["response_ids"].values)
@@ -154,7 +155,7 @@ def test_ranks_of_a_dp_group_get_identical_parts(group: WorkerGroup):
 def test_a_batch_is_stored_once_a_dp_rank(group: WorkerGroup, monkeypatch: pytest.MonkeyPatch):
     stored, put = [], ray.put
     monkeypatch.setattr(ray, "put", lambda value: stored.append(value) or put(value))
-    assert len(group.double(jagged_batch([3, 2, 1]))) == 3
+    assert len(group.call(Worker.double, jagged_batch([3, 2, 1]))) == 3
     assert [len(batch) for batch in stored] == [1, 2]
 
 
@@ -178,7 +179,7 @@ def test_ranks_and_tasks_run_at_the_niceness_of_the_driver(group: WorkerGroup):
 
 
 def test_a_call_can_be_left_pending(group: WorkerGroup):
-    pending = group.wait(0.6)
+    pending = group.submit(Worker.wait, 0.6)
     assert pending.result() == [0, 1, 2, 3]
     assert pending.result(Timeout(0, "the values are there")) == [0, 1, 2, 3]
 
@@ -191,16 +192,22 @@ def test_two_groups_share_a_pool_and_a_third_is_refused(pool: ResourcePool):
         WorkerGroup(Worker, pool=shared, share=0.5, name="critic", **settings) as critic,
     ):
         assert actor.worker_infos[0].pid != critic.worker_infos[0].pid
-        assert actor.wait.submit(0).result() == critic.wait(0).result() == [0]
+        pending = actor.submit(Worker.wait, 0)
+        assert pending.result() == critic.call(Worker.wait, 0) == [0]
         with pytest.raises(ConfigError, match=r"third asks for a share of 0\.5"):
             WorkerGroup(Worker, pool=shared, share=0.5, name="third", **settings)
+
+
+class Trainer:
+    @register()
+    def train(self) -> None: ...
 
 
 def test_unknown_methods_and_pools_that_are_too_small_are_refused(
     group: WorkerGroup, pool: ResourcePool
 ):
-    with pytest.raises(AttributeError, match="no registered method 'trian'"):
-        group.trian()
+    with pytest.raises(TypeError, match=r"^Worker has no registered method 'train'$"):
+        group.call(Trainer.train)
     for layout, num_bundles in ((Layout(dp=5), 1), (Layout(dp=2), 3)):
         with pytest.raises(ConfigError, match=r"needs [56] bundles; its pool has 4"):
             WorkerGroup(
@@ -237,12 +244,12 @@ def test_a_failing_rank_ends_the_group_with_one_error(
     pids = {info.pid for info in group.worker_infos.values()}
     start = time.monotonic()
     with pytest.raises(error) as raised:
-        group.fail(kind)
+        group.call(Worker.fail, kind)
     assert time.monotonic() - start < 50  # rank 0 would have slept for a minute
     assert words in str(raised.value)
     assert ("last words of rank 1" in str(raised.value)) == (error is WorkerError)
     with pytest.raises(RuntimeError, match=r"policy.place was called, but the group has ended"):
-        group.place()
+        group.call(Worker.place)
     wait_until(lambda: not pids & set(list_processes()), 30)
 
 
@@ -250,10 +257,11 @@ def test_the_first_group_that_fails_ends_the_wait_for_several(
     group: WorkerGroup, small_pool: ResourcePool
 ):
     with small_group(small_pool, "critic") as critic:
-        assert gather_results([group.wait(0.3), critic.wait(0)]) == [[0, 1, 2, 3], [0, 1]]
+        calls = [group.submit(Worker.wait, 0.3), critic.submit(Worker.wait, 0)]
+        assert gather_results(calls) == [[0, 1, 2, 3], [0, 1]]
         start = time.monotonic()
         with pytest.raises(ConfigError, match=r"critic\.fail: rank 1: data\.train_file"):
-            gather_results([group.wait(30), critic.fail.submit("config")])
+            gather_results([group.submit(Worker.wait, 30), critic.submit(Worker.fail, "config")])
         assert time.monotonic() - start < 25
         assert critic.end_reason
         assert not group.end_reason
@@ -302,8 +310,8 @@ if __name__ == "__main__":
         input()
         with ResourcePool(1, {"CPU": 0.5}, log_dir=logs) as pool:
             group = WorkerGroup(Worker, layout=Layout(), pool=pool, timeouts=TimeoutsConfig())
-            print(folder, group.memory_name(), flush=True)
-            group.hang()
+            print(folder, group.call(Worker.memory_name), flush=True)
+            group.call(Worker.hang)
 """
 
 

@@ -13,7 +13,7 @@ import ray
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout, TimeoutsConfig
-from mcore_rl.controller.dispatch import register
+from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup, end_detached_group, list_detached_groups
@@ -26,6 +26,16 @@ class Worker:
     @register()
     def say(self, word: str) -> str:
         return f"{word} {os.environ['RANK']}"
+
+
+class Counter:
+    """Declares what other drivers call of the class of DRIVER."""
+
+    @register()
+    def add(self, number: int) -> int: ...
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def hang(self) -> None: ...
 
 
 DRIVER = """
@@ -58,7 +68,7 @@ with (
         env={"MARK": "judge"},
     ) as group,
 ):
-    print(group.add(1), flush=True)
+    print(group.call(Counter.add, 1), flush=True)
     input()
 """
 
@@ -91,11 +101,11 @@ def test_a_detached_group_outlives_its_driver_and_is_attached_by_name(
         ResourcePool(1, {"CPU": 0.1}, detached="judge")
 
     with WorkerGroup.attach("judge", timeouts=TimeoutsConfig()) as group:
-        assert group.add(1) == [12, 12]
+        assert group.call(Counter.add, 1) == [12, 12]
         assert {info.pid for info in group.worker_infos.values()} == ranks
-        group.hang.submit()
+        group.submit(Counter.hang)
     with pytest.raises(RuntimeError, match=r"judge\.add was called, but it has been let go"):
-        group.add(1)
+        group.call(Counter.add, 1)
     message = r"'judge' cannot be taken up: rank 0 has not answered in 1 s \(timeouts.start_s\)"
     with pytest.raises(WorkerError, match=message):
         WorkerGroup.attach("judge", timeouts=TimeoutsConfig(start_s=1))
@@ -118,11 +128,11 @@ def test_a_detached_group_that_fails_or_is_closed_is_gone_and_its_name_free(
             WorkerGroup(Worker, pool=detached_pool, share=0.5, **settings)
         WorkerGroup(Worker, pool=detached_pool, **settings).detach()
     with WorkerGroup.attach("guide", timeouts=TimeoutsConfig()) as group:
-        assert group.say("rank") == ["rank 0"]
+        assert group.call(Worker.say, "rank") == ["rank 0"]
         with pytest.raises(RuntimeError, match="a detached group keeps its name and layout"):
             group.rebuild("other", Layout())
         with pytest.raises(WorkerError, match=r"guide\.say: rank 0 raised TypeError"):
-            group.say()
+            group.call(Worker.say)
     wait_until_gone("MARK", "guide")
     with ResourcePool(1, {"CPU": 0.1}, detached="guide") as detached_pool:
         WorkerGroup(Worker, pool=detached_pool, **settings).close()

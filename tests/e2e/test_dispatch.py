@@ -85,7 +85,7 @@ class Worker:
     def to_the_odd(self, word: str) -> str:
         return f"{word} {self.rank}"
 
-    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, execute="rank_zero", blocking=False)
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE, execute="rank_zero")
     def wait_later(self, batch: Batch) -> Batch:
         return self.mark_rows(batch)
 
@@ -141,32 +141,34 @@ def test_each_mode_on_four_processes_as_worked_out_by_hand(pool: ResourcePool):
         return values
 
     with group_of(pool, Layout(tp=2, dp=2)) as group:
-        assert group.one_to_all("rank") == ["rank 0", "rank 1", "rank 2", "rank 3"]
-        assert group.rank_zero("rank") == "rank 0"
-        assert group.to_the_odd("rank") == "rank 3"
+        assert group.call(Worker.one_to_all, "rank") == ["rank 0", "rank 1", "rank 2", "rank 3"]
+        assert group.call(Worker.rank_zero, "rank") == "rank 0"
+        assert group.call(Worker.to_the_odd, "rank") == "rank 3"
         batches = [batch_of(lengths) for lengths in ([3, 1], [], [2], [1, 1, 1])]
-        assert group.all_to_all(batches, scale=[10, 20, 30, 40]) == [20, 1, 32, 123]
-        assert get_marks(group.dp_compute(UNEVEN)) == [0, 11, 22, 33, 43]
-        assert get_marks(group.with_func(lambda row: row * 100, UNEVEN)) == [0, 101, 202, 303, 403]
-        assert get_marks(group.megatron_compute(UNEVEN)) == [0, 12, 22, 32, 42]
-        assert group.last_seen() == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
-        assert get_marks(group.dp_compute(batch_of([5, 9]))) == [0, 11]  # two ranks have no rows
-        assert group.last_seen() == [[0], [1], [], []]
-        pending = group.wait_later(UNEVEN)
+        assert group.call(Worker.all_to_all, batches, scale=[10, 20, 30, 40]) == [20, 1, 32, 123]
+        assert get_marks(group.call(Worker.dp_compute, UNEVEN)) == [0, 11, 22, 33, 43]
+        marked = group.call(Worker.with_func, lambda row: row * 100, UNEVEN)
+        assert get_marks(marked) == [0, 101, 202, 303, 403]
+        assert get_marks(group.call(Worker.megatron_compute, UNEVEN)) == [0, 12, 22, 32, 42]
+        assert group.call(Worker.last_seen) == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
+        marked = group.call(Worker.dp_compute, batch_of([5, 9]))  # two ranks have no rows
+        assert get_marks(marked) == [0, 11]
+        assert group.call(Worker.last_seen) == [[0], [1], [], []]
+        pending = group.submit(Worker.wait_later, UNEVEN)
         assert isinstance(pending, PendingCall)
         assert get_marks(pending.result()) == [0, 10, 20, 30, 40]
 
         group.rebuild("policy", Layout(dp=2, pp=2))
-        assert get_marks(group.dp_compute(UNEVEN)) == [0, 11, 22, 33, 43]
-        assert get_marks(group.megatron_compute(UNEVEN)) == [2, 13, 23, 33, 43]
-        assert group.last_seen() == [[0], [1, 2, 3, 4], [0], [1, 2, 3, 4]]
-        assert get_marks(group.pp_as_dp(UNEVEN)) == [0, 12, 21, 33, 43]
-        assert group.last_seen() == [[0], [2], [1], [3, 4]]
+        assert get_marks(group.call(Worker.dp_compute, UNEVEN)) == [0, 11, 22, 33, 43]
+        assert get_marks(group.call(Worker.megatron_compute, UNEVEN)) == [2, 13, 23, 33, 43]
+        assert group.call(Worker.last_seen) == [[0], [1, 2, 3, 4], [0], [1, 2, 3, 4]]
+        assert get_marks(group.call(Worker.pp_as_dp, UNEVEN)) == [0, 12, 21, 33, 43]
+        assert group.call(Worker.last_seen) == [[0], [2], [1], [3, 4]]
 
         group.rebuild("policy", Layout(cp=2, pp=2))
-        assert get_marks(group.megatron_compute(UNEVEN)) == [2, 12, 22, 32, 42]
-        assert get_marks(group.pp_as_dp(UNEVEN)) == [0, 12, 22, 32, 42]
-        assert group.last_seen() == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
+        assert get_marks(group.call(Worker.megatron_compute, UNEVEN)) == [2, 12, 22, 32, 42]
+        assert get_marks(group.call(Worker.pp_as_dp, UNEVEN)) == [0, 12, 22, 32, 42]
+        assert group.call(Worker.last_seen) == [[0], [0], [1, 2, 3, 4], [1, 2, 3, 4]]
     wait_until_gone("MARK", "policy")
 
 
@@ -191,7 +193,7 @@ def test_a_rank_of_four_that_fails_ends_in_one_error_and_no_process(
     group = group_of(pool, Layout(tp=2, dp=2), call_s=4 if kind == "hang" else 60)
     start = time.monotonic()
     with pytest.raises(WorkerError) as raised:
-        group.fail(kind)
+        group.call(Worker.fail, kind)
     assert time.monotonic() - start < 50  # the others would have slept for a minute
     message = str(raised.value)
     assert re.match(expected, message.splitlines()[0])

@@ -74,7 +74,7 @@ if __name__ == "__main__":
                     Worker, layout=Layout(), pool=pool, timeouts=TimeoutsConfig(), name=name
                 ) as group,
             ):
-                group.say(f"a word from {name}")
+                group.call(Worker.say, f"a word from {name}")
         print("ready", flush=True)
         input()
 """

@@ -53,7 +53,7 @@ def test_each_role_gets_the_gpus_of_its_ranks_and_a_server_those_of_all_its_work
                 ("rollout", servers, None),
             )
         ]
-        actor, reference, rollout = (group.environment() for group in groups)
+        actor, reference, rollout = (group.call(Worker.environment) for group in groups)
     assert [gpu for gpu, _ in actor] == [gpu for gpu, _ in reference]
     gpus = [gpu for gpu, _ in actor]
     assert sorted(gpus) == ["0", "1", "2", "3"]

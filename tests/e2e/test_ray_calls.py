@@ -63,7 +63,7 @@ if __name__ == "__main__":
                 thread.start()
                 thread.join()
             if call == "group":
-                group.take(array)
+                group.call(Worker.take, array)
             if call == "spill":
                 spill()
     print("returned", flush=True)

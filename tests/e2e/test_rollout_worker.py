@@ -19,7 +19,8 @@ from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.rewards.registry import RewardError, run_in_thread
-from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, Stream, list_prompts
+from mcore_rl.rollout.routing import Stream
+from mcore_rl.rollout.worker import RolloutSpec, RolloutWorker, list_prompts
 from tests.e2e.hosting import hosting
 from tests.e2e.served import MAX_TOKENS, PROMPT, Model, tiny_families
 

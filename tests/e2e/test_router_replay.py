@@ -31,7 +31,7 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.routed_experts import EXPERTS, list_expert_columns
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.engine.worker import ModelWorker, apply
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, get_device_resource, list_replayed_experts
@@ -102,7 +102,7 @@ class Run:
         return StepSampler(config, self.rollout, prompts, ReplayBuffer(ReplayConfig(), 0, 60.0))
 
     def scored(self, batch: Samples, **options: bool) -> Any:
-        return self.actor.compute_log_probs(batch, temperature=1.0, **options)
+        return self.actor.call(ModelWorker.compute_log_probs, batch, temperature=1.0, **options)
 
 
 def config_of(folder: Path) -> RLConfig:
@@ -138,8 +138,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
             "actor", Watched, arguments, layout, name="actor", env=env(layout, "cpu")
         )
         stack.enter_context(actor)
-        actor.initialize()
-        gather_results(servers.submit("start"))
+        actor.call(ModelWorker.initialize)
+        gather_results(servers.submit_start())
         servers.mark_started()
         rollout = RolloutPool(servers, config.rollout, seed=0, records_experts=True)
         generated = rollout.generate(next(PromptBatches(prompts, 8, seed=0)), n=4)
@@ -162,7 +162,7 @@ def test_the_driver_has_references_and_a_stage_its_own_layers_at_a_byte_an_id(ru
 
 def test_the_trainer_uses_the_experts_of_the_rollout(run):
     # In all layers at all tokens but the last of each sample, which the server never ran.
-    by_rank = run.actor.used(run.batch)
+    by_rank = run.actor.call(Watched.used, run.batch)
     assert [sorted(layers) for layers in by_rank] == [[0], [1, 2]]
     ends = np.cumsum(run.batch.num_tokens)
     for rank, layers in enumerate(by_rank):
@@ -241,14 +241,14 @@ def assert_same_update(run: Run, actual: Samples, expected: Samples, folder: Pat
     scored = [run.scored(batch) for batch in batches]
     log_probs, expected_log_probs = (batch.jagged("log_probs").values for batch in scored)
     np.testing.assert_array_equal(log_probs, expected_log_probs)
-    run.actor.save_checkpoint(str(folder / "actor"))
+    run.actor.call(ModelWorker.save_checkpoint, str(folder / "actor"))
     metrics = []
     for batch in scored:
-        run.actor.load_checkpoint(str(folder / "actor"))
+        run.actor.call(ModelWorker.load_checkpoint, str(folder / "actor"))
         training = select_token_columns(with_loss_weights(run, batch))
-        [[updated]] = run.actor.update(training, temperature=1.0)
+        [[updated]] = run.actor.call(ModelWorker.update, training, temperature=1.0)
         metrics.append(updated)
-    run.actor.load_checkpoint(str(folder / "actor"))
+    run.actor.call(ModelWorker.load_checkpoint, str(folder / "actor"))
     assert metrics[0] == metrics[1] and metrics[0]["grad_norm"] > 0
 
 
@@ -259,19 +259,19 @@ def sort_samples(run: Run, samples: Samples) -> Batch:
 
 def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
     batch = with_loss_weights(run, run.scored(run.generated))
-    [[metrics]] = run.actor.update(select_token_columns(batch), temperature=1.0)
+    [[metrics]] = run.actor.call(ModelWorker.update, select_token_columns(batch), temperature=1.0)
     assert metrics["grad_norm"] > 0
     dropped = batch.rename_columns(**{NAMES[1]: f"{EXPERTS}/1"})
     with pytest.raises(
         WorkerError, match=rf"rank 1 raised .*no column '{EXPERTS}/1,2', the experts of the decoder"
     ):
-        run.actor.update(select_token_columns(dropped), temperature=1.0)
+        run.actor.call(ModelWorker.update, select_token_columns(dropped), temperature=1.0)
 
 
 def with_loss_weights(run: Run, scored: Any) -> Any:
-    batch = scored.union(run.actor.apply(add_equal_advantages, select_small_columns(scored)))
-    weights, _ = run.actor.apply(
-        add_loss_weights, select_small_columns(batch), run.config.algorithm
+    batch = scored.union(apply(run.actor, add_equal_advantages, select_small_columns(scored)))
+    weights, _ = apply(
+        run.actor, add_loss_weights, select_small_columns(batch), run.config.algorithm
     )
     return batch.union(weights)
 

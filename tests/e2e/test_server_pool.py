@@ -17,7 +17,7 @@ import ray
 from mcore_rl.config.errors import ConfigError, DiedError
 from mcore_rl.config.schema import Layout, RolloutConfig, TimeoutsConfig, WeightSyncConfig
 from mcore_rl.controller.dispatch import Dispatch, register
-from mcore_rl.controller.pending_call import Timeout, WorkerError
+from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError
 from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
@@ -62,7 +62,7 @@ class Server:
     def prepare(self) -> None: ...
 
     @register(is_start=True)
-    def start(self) -> None:
+    def start(self, reads_weights: bool) -> None:
         self.version = 0
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
@@ -116,7 +116,7 @@ class Server:
         self.connected = spec.generation.dp, first_rank
 
     @register()
-    def receive_weights(self, version: int) -> None:
+    def receive_weights(self, version: int, in_flight: bool, recompute_cache: bool) -> None:
         """Die of versions from 10 on; others then lack their peer."""
         self.version = -1
         if version >= 10 and self.happens(f"push {version}"):
@@ -126,7 +126,7 @@ class Server:
         self.version = version
 
     @register()
-    def sleep(self) -> None:
+    def sleep(self, keep: bool = False) -> None:
         self.version = -1
 
     @register()
@@ -236,7 +236,11 @@ def prompts(*groups: int, **does: int) -> Batch:
 
 def pushed(pool: ServerPool, version: int) -> None:
     pool.admit()
-    assert pool.attempt("receive_weights", lambda _: (version,), [], LIMIT)
+
+    def receive(group: WorkerGroup, _: int) -> PendingCall[list[None]]:
+        return group.submit(Server.receive_weights, version, False, False)
+
+    assert pool.attempt(receive, [], LIMIT)
     pool.mark_updated(version)
 
 
@@ -403,15 +407,15 @@ def test_a_push_in_which_a_server_dies_is_done_again_by_those_left(pool_of, bund
     ):
         sync = TransportSync(actor, pool, LIMIT, RolloutConfig(tp=4), WeightSyncConfig())
         sync.push(1)
-        assert [group.get_pushes() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
+        assert [group.call(Server.get_pushes) for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         sync.push(10)
         (alive,) = [server for server in pool._servers.values() if server.is_up]
-        assert alive.version == 10 and alive.group.get_pushes() == [(1, 0)]
+        assert alive.version == 10 and alive.group.call(Server.get_pushes) == [(1, 0)]
         pool.begin(prompts(0, 1), SAMPLING)
         assert versions(all_of(pool)) == {10}
         wait_until_up(pool, 2)
         sync.push(2)
-        assert [group.get_pushes() for group in pool.groups] == [[(2, 0)], [(2, 4)]]
+        assert [group.call(Server.get_pushes) for group in pool.groups] == [[(2, 0)], [(2, 4)]]
         pool.begin(prompts(0, 1), SAMPLING)
         batch = all_of(pool)
         assert versions(batch) == {2} and servers(batch) == {0, 1}

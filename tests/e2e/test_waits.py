@@ -113,7 +113,7 @@ class Server:
         self.endpoint = endpoint
 
     @register()
-    def receive_weights(self, version: int) -> None:
+    def receive_weights(self, version: int, in_flight: bool, recompute_cache: bool) -> None:
         arriving = receive_shards(self.endpoint, WeightUpdate(version), torch.device("cpu"))
         try:
             with contextlib.closing(arriving):
@@ -175,7 +175,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     pids = {info.pid for info in group.worker_infos.values()}
     start = time.monotonic()
     with pytest.raises(WorkerError) as raised:
-        getattr(group, method)()
+        group.call(getattr(Worker, method))
     assert time.monotonic() - start < 5 + 60  # the limit, and that of the look at the rank
     line, *stacks = str(raised.value).split("\n")
     who = rf"rank 1 \(host {HOST}, pid {group.worker_infos[1].pid}\)"
@@ -184,7 +184,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     assert "died" not in str(raised.value)
     assert any("WorkerProcess.call (" in frame for frame in stacks)  # the stack is whole
     with pytest.raises(RuntimeError, match=rf"but the group has ended: policy\.{method}: rank 1"):
-        group.stop()
+        group.call(Worker.stop)
     assert_end(pids)
 
 

@@ -282,10 +282,10 @@ def _start(
     actor = SimulatedGroup("actor", ModelWorker, layout, config.timeouts, ranks, clock.schedule)
     groups.append(actor)
     wait_until_built([*servers.groups, actor])
-    preparing = servers.submit("prepare")
-    gather_results([*preparing, actor.initialize.submit()])
+    preparing = servers.submit_prepare()
+    gather_results([*preparing, actor.submit(ModelWorker.initialize)])
     if shared:
-        actor.to("host")
+        actor.call(ModelWorker.to, "host")
     gather_results(servers.submit_start())
     servers.mark_started()
     sync = connect(config, actor, servers, 0)

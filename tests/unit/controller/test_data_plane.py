@@ -140,27 +140,29 @@ def test_each_mode_splits_rows_over_four_processes_as_worked_out_by_hand(pool: R
     lengths = [100, 40, 30, 20, 10]
     with group_of(pool, Layout(tp=2, dp=2)) as group:
         batch = store_columns(UNEVEN)
-        assert_marked(group.rank_zero(batch, 3), [0] * 5, lengths)
-        assert_marked(group.dp_compute(batch, 3), [0, 1, 2, 3, 3], lengths)
-        assert_marked(group.with_func(mark_tokens, batch, 3), [0, 1, 2, 3, 3], lengths)
-        assert_marked(group.megatron_compute(batch, 3), [0, 2, 2, 2, 2], lengths)
-        for rank, result in enumerate(group.one_to_all(batch, 3)):
+        assert_marked(group.call(Worker.rank_zero, batch, 3), [0] * 5, lengths)
+        assert_marked(group.call(Worker.dp_compute, batch, 3), [0, 1, 2, 3, 3], lengths)
+        assert_marked(group.call(Worker.with_func, mark_tokens, batch, 3), [0, 1, 2, 3, 3], lengths)
+        assert_marked(group.call(Worker.megatron_compute, batch, 3), [0, 2, 2, 2, 2], lengths)
+        for rank, result in enumerate(group.call(Worker.one_to_all, batch, 3)):
             assert_marked(batch.union(result), [rank] * 5, lengths)
         each = [batch.take(rows) for rows in ([0, 1], [], [2], [3, 4])]
-        answers = group.all_to_all(each, [3] * 4)
+        answers = group.call(Worker.all_to_all, each, [3] * 4)
         assert [answer.array("ranks").tolist() for answer in answers] == [[0, 0], [], [2], [3, 3]]
         few = batch.take([2, 0])  # fewer rows than ranks: two get an empty part
-        assert group.dp_compute(few, 3).array("ranks").tolist() == [0, 1]
-        assert len(group.dp_compute(batch.take([]), 3)) == 0
-        made = RemoteBatch.concat(group.make([2, 0, 5]))
-        assert_marked(group.megatron_compute(made.take([0, 1, 2]), 3), [0, 0, 2], [2, 0, 5])
+        assert group.call(Worker.dp_compute, few, 3).array("ranks").tolist() == [0, 1]
+        assert len(group.call(Worker.dp_compute, batch.take([]), 3)) == 0
+        made = RemoteBatch.concat(group.call(Worker.make, [2, 0, 5]))
+        assert_marked(
+            group.call(Worker.megatron_compute, made.take([0, 1, 2]), 3), [0, 0, 2], [2, 0, 5]
+        )
         group.rebuild("pipeline", Layout(pp=2, dp=2))
-        assert_marked(group.megatron_pp_as_dp(batch, 3), [0, 2, 1, 3, 3], lengths)
+        assert_marked(group.call(Worker.megatron_pp_as_dp, batch, 3), [0, 2, 1, 3, 3], lengths)
 
 
 def test_a_worker_has_views_of_the_columns_that_it_reads(worker: WorkerGroup):
-    (made,) = worker.make([3, 4, 5])
-    assert worker.inspect_columns(made) == {
+    (made,) = worker.call(Worker.make, [3, 4, 5])
+    assert worker.call(Worker.inspect_columns, made) == {
         "columns": ["response_ids"],
         "is_writeable": False,
         "owns_data": False,
@@ -178,14 +180,14 @@ def test_a_worker_has_views_of_the_columns_that_it_reads(worker: WorkerGroup):
 
 def test_a_column_that_is_not_declared_ends_the_call(pool: ResourcePool):
     with group_of(pool, Layout()) as group, pytest.raises(WorkerError) as caught:
-        group.undeclared(store_columns(UNEVEN))
+        group.call(Worker.undeclared, store_columns(UNEVEN))
     assert "undeclared returned the column 'entropy'; it writes none" in str(caught.value)
 
 
 def test_objects_are_freed_when_no_batch_refers_to_them(worker: WorkerGroup):
     before = read_settled_store_bytes()
-    (made,) = worker.make([200_000] * 5)
-    part = worker.megatron_compute(made.select("response_ids", "prompt_ids"), 3)
+    (made,) = worker.call(Worker.make, [200_000] * 5)
+    part = worker.call(Worker.megatron_compute, made.select("response_ids", "prompt_ids"), 3)
     full = read_settled_store_bytes() - before
     assert full > 20e6  # three columns of eight bytes a token
     del made
@@ -200,8 +202,8 @@ def test_memory_stays_as_it_is_over_many_small_steps(worker: WorkerGroup, steps:
     processes = [psutil.Process(), psutil.Process(worker.worker_infos[0].pid)]
 
     def step() -> None:
-        (made,) = worker.make([16] * 64)
-        done = worker.megatron_compute(made.take(range(0, 64, 2)), 3)
+        (made,) = worker.call(Worker.make, [16] * 64)
+        done = worker.call(Worker.megatron_compute, made.take(range(0, 64, 2)), 3)
         assert len(done) == 32
 
     for _ in range(100):
@@ -216,13 +218,13 @@ def test_memory_stays_as_it_is_over_many_small_steps(worker: WorkerGroup, steps:
 
 
 def test_columns_of_a_process_that_was_killed_are_one_error(worker: WorkerGroup):
-    (made,) = worker.make([50_000] * 4)
+    (made,) = worker.call(Worker.make, [50_000] * 4)
     scored = score_and_die(made)
     samples = fetch_columns(scored.drop_columns("marked_ids"))  # they belong to the driver
     assert samples.lengths("response_ids").tolist() == [50_000] * 4
     wait_until_lost(scored)
     with pytest.raises(WorkerError) as caught:
-        worker.count_marked(scored)
+        worker.call(Worker.count_marked, scored)
     message = str(caught.value)
     assert "alive.count_marked" in message
     assert "rank 0" in message
@@ -231,7 +233,7 @@ def test_columns_of_a_process_that_was_killed_are_one_error(worker: WorkerGroup)
 
 def score_and_die(batch: RemoteBatch) -> RemoteBatch:
     with ResourcePool(1, {"CPU": 0.1}) as other, group_of(other, Layout(), "dying") as group:
-        scored: RemoteBatch = group.megatron_compute(batch, 3)
+        scored: RemoteBatch = group.call(Worker.megatron_compute, batch, 3)
         os.kill(group.worker_infos[0].pid, signal.SIGKILL)
     return scored
 

@@ -1,9 +1,12 @@
 """Splitting a call over ranks and joining the results, without Ray."""
 
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import mypy.api
 import numpy as np
 import pytest
 from hypothesis import given
@@ -16,12 +19,15 @@ from mcore_rl.controller.dispatch import (
     DispatchMode,
     Execute,
     Registration,
+    RemoteMethod,
     get_registered_methods,
     list_by_rank,
     register,
 )
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.parallel.mesh import Coordinate, Mesh
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def batch_of(lengths: list[int]) -> Batch:
@@ -44,8 +50,10 @@ class Base:
     @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
     def compute(self) -> None: ...
 
-    @register(blocking=False)
-    def save(self) -> None: ...
+    @register()
+    def save(self) -> str:
+        """Save what there is."""
+        return "all"
 
     def private(self) -> None: ...
 
@@ -54,22 +62,136 @@ class Child(Base):
     def compute(self) -> None: ...
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, is_start=True)
-    def save(self) -> None: ...
+    def save(self) -> str:
+        return f"{super().save()} and more"
+
+
+class Grandchild(Child):
+    def save(self) -> str:
+        return f"{super().save()}, twice"
 
 
 def test_registrations_are_inherited_and_can_be_changed():
     assert get_registered_methods(Base) == {
-        "compute": Registration(
-            Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
-        ),
-        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False, False),
+        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, False, None, (), False),
+        "save": Registration(Dispatch.ONE_TO_ALL, Execute.ALL, False),
     }
     assert get_registered_methods(Child) == {
-        "compute": Registration(
-            Dispatch.MEGATRON_COMPUTE, Execute.ALL, True, False, None, (), False
-        ),
-        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True, True),
+        "compute": Registration(Dispatch.MEGATRON_COMPUTE, Execute.ALL, False, None, (), False),
+        "save": Registration(Dispatch.RANK_ZERO, Execute.ALL, True),
     }
+
+
+def test_a_registered_method_is_a_function_on_a_worker_and_a_remote_method_on_its_class():
+    assert Base().save() == "all"
+    assert Child().save() == "all and more"
+    assert isinstance(Base.save, RemoteMethod)
+    assert (Base.save.name, Base.save.registration.dispatch_mode) == ("save", Dispatch.ONE_TO_ALL)
+    assert (Base.save.__name__, Base.save.__doc__) == ("save", "Save what there is.")
+    assert Base().save.__func__ is Base.save.__wrapped__
+    assert Base().save.__doc__ == "Save what there is."
+    assert Base.save is Base.save and Child.save is not Base.save  # as a fake group compares them
+
+
+def test_an_override_without_register_is_what_runs_under_the_registration_of_its_base():
+    assert get_registered_methods(Grandchild) == get_registered_methods(Child)
+    assert not isinstance(Grandchild.save, RemoteMethod)
+    assert Grandchild().save() == "all and more, twice"
+
+
+def test_a_method_with_result_bytes_is_another_one_of_the_same_name():
+    method = Base.save.with_result_bytes(30)
+    assert (method.name, method.registration) == ("save", Base.save.registration)
+    assert (method.result_bytes, Base.save.result_bytes) == (30, 0)
+
+
+# What mypy says of a line stands behind it: the type that is revealed, or the code of its error.
+TYPED = """
+from collections.abc import Callable, Sequence
+from mcore_rl.controller.dispatch import (
+    Dispatch, DispatchMode, Joined, OfEachRank, list_by_rank, register, send_to_all,
+)
+from mcore_rl.controller.worker_group import WorkerGroup
+from mcore_rl.data.batch import Batch, Samples
+
+LISTED: DispatchMode[OfEachRank] = DispatchMode(send_to_all, list_by_rank)
+COUNTED: DispatchMode[Joined[int]] = DispatchMode(Dispatch.DP_COMPUTE.scatter, lambda *_: 0)
+
+class Worker:
+    @register()
+    def default(self, word: str) -> int: ...
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def one_to_all(self, word: str, *, times: int = 1) -> float: ...
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def all_to_all(self, batch: Batch, scale: int) -> int: ...
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def rank_zero(self, word: str) -> bytes: ...
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def measure(self, batch: Batch) -> dict[str, float]: ...
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)
+    def dp_compute(self, batch: Batch, factor: int) -> Batch: ...
+    @register(dispatch_mode=Dispatch.MEGATRON_COMPUTE)
+    def megatron_compute(self, batch: Batch, *, temperature: float) -> Batch | None: ...
+    @register(dispatch_mode=Dispatch.MINI_BATCHES)
+    def mini_batches(self, batch: Batch, *, sizes: Sequence[int]) -> list[float]: ...
+    @register(dispatch_mode=Dispatch.MEGATRON_PP_AS_DP)
+    def pp_as_dp(self, batch: Batch) -> str: ...
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_WITH_FUNC)
+    def with_func(self, function: Callable[[Batch], int], batch: Batch) -> int: ...
+    @register(dispatch_mode=LISTED)
+    def listed(self, word: str) -> str: ...
+    @register(dispatch_mode=COUNTED)
+    def counted(self, batch: Batch) -> Batch: ...
+    @register(dispatch_mode=Dispatch.DP_COMPUTE)  # arg-type
+    def split_without_batch(self, word: str) -> Batch: ...
+
+def check(group: WorkerGroup, worker: Worker, samples: Samples) -> None:
+    reveal_type(group.call(Worker.default, "a"))  # list[int]
+    reveal_type(group.call(Worker.one_to_all, "a", times=2))  # list[float]
+    reveal_type(group.call(Worker.all_to_all, [samples], [3]))  # Any
+    reveal_type(group.call(Worker.rank_zero, "a"))  # bytes
+    reveal_type(group.call(Worker.measure, samples))  # dict[str, float]
+    reveal_type(group.call(Worker.dp_compute, samples, 3))  # Samples
+    reveal_type(group.call(Worker.megatron_compute, samples, temperature=1.0))  # Samples
+    reveal_type(group.call(Worker.mini_batches, samples, sizes=[3]))  # list[list[float]]
+    reveal_type(group.call(Worker.pp_as_dp, samples))  # list[str]
+    reveal_type(group.call(Worker.with_func, len, samples))  # Any
+    reveal_type(group.call(Worker.listed, "a"))  # list[str]
+    reveal_type(group.call(Worker.counted, samples))  # int
+    reveal_type(group.submit(Worker.one_to_all, "a"))  # PendingCall[list[float]]
+    reveal_type(group.submit(Worker.rank_zero.with_result_bytes(9), "a"))  # PendingCall[bytes]
+    reveal_type(worker.one_to_all("a"))  # float
+    group.call(Worker.one_to_all, 3)  # arg-type
+    group.call(Worker.one_to_all)  # call-arg
+    group.call(Worker.one_to_all, "a", time=2)  # call-arg
+    group.call(Worker.dp_compute, "a", 3)  # arg-type
+    group.submit(Worker.megatron_compute, samples)  # call-arg
+    group.submit(Worker.rank_zero.with_result_bytes(9), 3)  # arg-type
+    group.call(Worker.two_to_all, "a")  # attr-defined
+    worker.dp_compute(samples, 3)  # arg-type
+"""
+
+
+@pytest.mark.nightly  # mypy reads numpy and the standard library, too: half a minute
+def test_calls_of_a_group_have_the_types_of_the_methods_as_their_modes_change_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "typed.py").write_text(TYPED)
+    monkeypatch.chdir(ROOT)  # where mypy looks for the package
+    options = ["--config-file", "pyproject.toml", "--cache-dir", str(tmp_path / "cache")]
+    options += ["--disable-error-code", "empty-body"]
+    output, problems, _ = mypy.api.run([*options, str(tmp_path / "typed.py")])
+    assert not problems
+    messages = {
+        int(number): re.sub(r"mcore_rl\.[\w.]*\.", "", revealed or code)
+        for number, revealed, code in re.findall(
+            r'typed\.py:(\d+): (?:note: Revealed type is "(.*)"|error: .*\[([\w-]+)\])$',
+            output,
+            re.MULTILINE,
+        )
+    }
+    lines = dict(enumerate(TYPED.splitlines(), 1))
+    assert messages == {n: line.partition("  # ")[2] for n, line in lines.items() if "  # " in line}
 
 
 def test_ranks_share_the_cost_of_a_batch_and_not_its_tokens():

@@ -145,9 +145,9 @@ class Model:
 def test_every_rank_or_rank_0_alone_does_each_call_once_in_order():
     workers = [Model(), Model()]
     group = group_of(workers)
-    assert group.to("host", model=False) == ["host", "host"]
-    assert group.apply() == "applied"  # which rank 1 has no part in
-    assert group.to("device") == ["device", "device"]
+    assert group.call(Model.to, "host", model=False) == ["host", "host"]
+    assert group.call(Model.apply) == "applied"  # which rank 1 has no part in
+    assert group.call(Model.to, "device") == ["device", "device"]
     moves = [("host", False), ("device", True)]
     assert [worker.calls for worker in workers] == [[moves[0], "apply", moves[1]], moves]
 
@@ -155,9 +155,10 @@ def test_every_rank_or_rank_0_alone_does_each_call_once_in_order():
 def test_a_failure_names_the_call_and_an_unknown_method_is_refused():
     group = group_of([Model()])
     with pytest.raises(WorkerError, match=r"policy.to: rank 0 raised ValueError: no such place"):
-        group.to("nowhere")
-    with pytest.raises(AttributeError, match="no registered method 'move'"):
-        group.move("device")
+        group.call(Model.to, "nowhere")
+    for call in (group.call, group.submit):
+        with pytest.raises(TypeError, match=r"^Model has no registered method 'score'$"):
+            call(Scorer.score, [], add=[])
 
 
 class Maker:
@@ -179,8 +180,8 @@ def test_with_result_bytes_gives_a_call_more_results(monkeypatch):
         [SimpleNamespace(call_for_samples=SimpleNamespace(options=options))],
         2,
     )
-    group.make.submit()
-    group.make.with_result_bytes(10_500).submit()
+    group.submit(Maker.make)
+    group.submit(Maker.make.with_result_bytes(10_500))
     assert sizes == [1 + 8 * 3, (8, 2), 1 + 11 * 3, (11, 2)]
 
 
@@ -198,7 +199,8 @@ def test_each_rank_reads_and_writes_columns_of_its_entry_of_a_list(monkeypatch):
     )
     workers = [Scorer() for _ in range(3)]
     rows = [2, 0], [], [1]
-    scores = group_of(workers).score([batch.take(part) for part in rows], add=(10, 20, 30))
+    parts = [batch.take(part) for part in rows]
+    scores = group_of(workers).call(Scorer.score, parts, add=(10, 20, 30))
     assert [worker.columns for worker in workers] == [["response_ids"]] * 3
     assert scores[1] is None  # no batch, returned as it is
     for scored, part, add in ((scores[0], [2, 0], 10), (scores[2], [1], 30)):

@@ -22,7 +22,7 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, add_experts
 from mcore_rl.data.sample import RoutedExperts, Sample
-from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.engine.worker import ModelWorker, apply
 from tests.unit.controller.test_data_plane import wait_until_lost
 
 pytestmark = pytest.mark.job
@@ -106,11 +106,11 @@ def made(pool: ResourcePool) -> RemoteBatch:
         ResourcePool(1, {"CPU": 0.1}) as other,
         WorkerGroup(Server, layout=Layout(), pool=other, timeouts=TIMEOUTS, num_parts=2) as server,
     ):
-        (batch,) = server.collect()
-        message = server.say(batch)
+        (batch,) = server.call(Server.collect)
+        message = server.call(Server.say, batch)
         os.kill(server.worker_infos[0].pid, signal.SIGKILL)
         with pytest.raises(WorkerError, match="died"):
-            server.collect()
+            server.call(Server.collect)
     wait_until_lost(message)
     return batch
 
@@ -118,10 +118,10 @@ def made(pool: ResourcePool) -> RemoteBatch:
 def test_ranks_read_the_experts_of_their_layers_when_the_server_has_died(actor, made):
     rows = [3, 0, 2]
     batch = made.take(rows)
-    scored = actor.compute_log_probs(batch, temperature=1.0)
+    scored = actor.call(Rank.compute_log_probs, batch, temperature=1.0)
     assert {*scored.names} == {*made.names, "log_probs"}
-    actor.update(select_token_columns(scored), temperature=1.0)
-    for stage, of_both in zip(LAYERS.stages, actor.read(), strict=True):
+    actor.call(Rank.update, select_token_columns(scored), temperature=1.0)
+    for stage, of_both in zip(LAYERS.stages, actor.call(Rank.read), strict=True):
         layers = ",".join(map(str, stage))
         other = {"0": "1,2", "1,2": "0"}[layers]
         ids = [[[[row, 100 + layer] for layer in stage]] * 4 for row in rows]
@@ -139,9 +139,9 @@ def test_the_driver_has_a_reference_for_a_stage_and_not_for_a_sample(made):
 
 
 def test_nobody_else_reads_them(actor, made):
-    small = actor.apply(names_of, select_small_columns(made))
+    small = apply(actor, names_of, select_small_columns(made))
     assert small and not [name for name in small if name.startswith(EXPERTS)]
-    names = actor.apply(names_of, made)
+    names = apply(actor, names_of, made)
     assert [name for name in names if name.startswith(EXPERTS)] == [f"{EXPERTS}/0"]
 
 

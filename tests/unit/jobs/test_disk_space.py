@@ -23,6 +23,7 @@ from mcore_rl.jobs.disk_space import (
     export_weights,
 )
 from mcore_rl.jobs.failure import RunFailed
+from tests.fakes import LocalGroup
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,
@@ -129,7 +130,7 @@ def test_a_router_s_bias_stays_in_float32(tmp_path):
     assert 2 * compute_weight_bytes(rl_config) - compute_weight_bytes(in_float32) == 4 * biases
 
 
-class Model:
+class Model(LocalGroup):
     """A group whose rank 0 writes to the folders that it is given room in."""
 
     def __init__(self, host: str, *full: str) -> None:

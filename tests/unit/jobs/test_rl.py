@@ -17,6 +17,7 @@ from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.rl import build_frozen_servers
+from tests.fakes import LocalGroup
 
 
 @pytest.mark.parametrize(
@@ -73,7 +74,7 @@ def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
     assert [spec.timeout_s for spec in pools.specs] == [560, 560]
 
 
-class MortalGroup:
+class MortalGroup(LocalGroup):
     """A group whose shut-down fails if it has died."""
 
     def __init__(self, name: str, is_dead: bool) -> None:

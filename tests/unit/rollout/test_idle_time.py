@@ -12,6 +12,7 @@ import pytest
 
 from mcore_rl.agents import single_turn
 from mcore_rl.config.schema import RolloutConfig, TimeoutsConfig
+from mcore_rl.controller.dispatch import RemoteMethod
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.sample import Sample
@@ -182,9 +183,8 @@ class Group:
 
     def __init__(self, number: int, clock: SimpleNamespace) -> None:
         self.name, self.worker, self.dies = f"rollout-{number}", Worker(clock), False
-        self.prepare = self.start = self.shut_down = SimpleNamespace(submit=self._submit)
 
-    def _submit(self) -> Any:
+    def submit(self, *_: Any) -> Any:
         raise WorkerError("is not there")
 
     def close(self) -> None: ...
@@ -193,13 +193,15 @@ class Group:
 class Pool(ServerPool):
     def _launch(self, server: Any) -> None: ...
 
-    def _call_servers(self, servers: Any, method: str, *args: Any) -> list[Any]:
+    def _call_servers(
+        self, servers: Any, method: RemoteMethod[..., Any], *args: Any, **_: Any
+    ) -> list[Any]:
         results = []
         for server in servers:
             if server.group.dies:
                 self._restart(server, WorkerError("a server has died"))
             else:
-                results.append(getattr(server.group.worker, method)(*args))
+                results.append(getattr(server.group.worker, method.name)(*args))
         return results
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,7 @@ from ray.exceptions import RayActorError
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig, SpeculativeConfig, TimeoutsConfig
 from mcore_rl.controller import object_columns
+from mcore_rl.controller.dispatch import RemoteMethod
 from mcore_rl.controller.object_store import GENERATED_BYTES_PER_TOKEN
 from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError
 from mcore_rl.controller.worker_process import Reply, WorkerInfo
@@ -26,6 +27,7 @@ from mcore_rl.observability.timeline import TIMELINE
 from mcore_rl.rollout import server_pool
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
+from mcore_rl.rollout.worker import RolloutWorker
 from tests.operations import growth
 
 SAMPLING = SamplingParams(n=2, max_tokens=3)
@@ -34,8 +36,6 @@ NEVER = Timeout(3600, "timeouts.start_s")
 
 class Call(PendingCall):
     """A call on one rank, answered by a test."""
-
-    options: Mapping[str, Any]
 
     def __init__(self, group: ServedGroup, method: str, args: tuple[Any, ...], limit: Timeout):
         self.reply, self.method, self.args = Future[Reply](), method, args
@@ -59,26 +59,14 @@ class ServedGroup:
     def close(self, reason: str = "") -> None:
         self.end_reason = self.end_reason or reason or "closed"
 
-    def __getattr__(self, method: str) -> Any:
-        limit = (
-            self._start_timeout
-            if method in ("prepare", "start")
-            else Timeout(60, "timeouts.call_s")
-        )
-
-        class Method:
-            @staticmethod
-            def with_result_bytes(num_bytes: int) -> Any:
-                self.may_make.append(num_bytes)
-                return Method
-
-            @staticmethod
-            def submit(*args: Any, **options: Any) -> Call:
-                self.calls.append(Call(self, method, args, limit))
-                self.calls[-1].options = options
-                return self.calls[-1]
-
-        return Method
+    def submit(self, method: RemoteMethod[..., Any], *args: Any) -> Call:
+        limit = Timeout(60, "timeouts.call_s")
+        if method.registration.is_start:
+            limit = self._start_timeout
+        if method.result_bytes:
+            self.may_make.append(method.result_bytes)
+        self.calls.append(Call(self, method.name, args, limit))
+        return self.calls[-1]
 
     def last(self, method: str) -> Call:
         return next(call for call in reversed(self.calls) if call.method == method)
@@ -231,18 +219,13 @@ def test_drafts_are_counted_over_all_servers_that_are_up():
     answers = [DraftCounts(10, 20, 5), None, DraftCounts(10, 60, 50)]
 
     class Answering(ServedGroup):
-        def __getattr__(self, method: str) -> Any:
-            answer, submit = answers[int(self.name[-1])], super().__getattr__(method).submit
-
-            def submit_answered(*args: Any, **options: Any) -> Call:
-                call: Call = submit(*args, **options)
-                if method == "take_draft_counts" and answer is None:
-                    call.reply.set_exception(RayActorError())
-                elif method == "take_draft_counts":
-                    call.answer(answer)
-                return call
-
-            return SimpleNamespace(submit=submit_answered)
+        def submit(self, method: RemoteMethod[..., Any], *args: Any) -> Call:
+            answer, call = answers[int(self.name[-1])], super().submit(method, *args)
+            if method is RolloutWorker.take_draft_counts and answer is None:
+                call.reply.set_exception(RayActorError())
+            elif method is RolloutWorker.take_draft_counts:
+                call.answer(answer)
+            return call
 
     settings = RolloutConfig(speculative=SpeculativeConfig(2))
     pool: Any = RolloutPool(make_pool(*map(Answering, range(3))), settings, 0)
@@ -435,11 +418,11 @@ def test_tend_collects_and_routes_groups_without_resending_weights():
 class Leaving(ServedGroup):
     """A group whose shut_down succeeds at once."""
 
-    @property
-    def shut_down(self) -> Any:
-        call = Call(self, "shut_down", (), NEVER)
-        call.answer()
-        return SimpleNamespace(submit=lambda: call)
+    def submit(self, method: RemoteMethod[..., Any], *args: Any) -> Call:
+        call = super().submit(method, *args)
+        if method is RolloutWorker.shut_down:
+            call.answer()
+        return call
 
 
 def test_servers_leave_and_join_before_a_push(monkeypatch, capsys):
@@ -562,21 +545,13 @@ def test_groups_of_a_server_that_answers_too_late_have_all_their_time_on_another
         pool.collect("train", 0.6)
 
 
-NO_WEIGHTS = {"reads_weights": False}
-
-
 class AnsweringGroup(ServedGroup):
     """Answers each call at once."""
 
-    def __getattr__(self, method: str) -> Any:
-        recording = super().__getattr__(method)
-
-        def submit(*args: Any, **options: Any) -> Call:
-            call: Call = recording.submit(*args, **options)
-            call.answer([])
-            return call
-
-        return SimpleNamespace(submit=submit)
+    def submit(self, method: RemoteMethod[..., Any], *args: Any) -> Call:
+        call = super().submit(method, *args)
+        call.answer([])
+        return call
 
 
 def record_resends(pool: ServerPool) -> list[int]:
@@ -592,14 +567,14 @@ def record_resends(pool: ServerPool) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("load_format", "version", "options"),
+    ("load_format", "version", "reads_weights"),
     [
-        ("checkpoint", 0, {}), ("checkpoint", 3, {}), ("auto", 0, {}), ("auto", 3, NO_WEIGHTS),
-        ("dummy", 0, NO_WEIGHTS), ("dummy", 3, NO_WEIGHTS),
+        ("checkpoint", 0, True), ("checkpoint", 3, True), ("auto", 0, True), ("auto", 3, False),
+        ("dummy", 0, False), ("dummy", 3, False),
     ],
 )  # fmt: skip
 def test_a_restarted_server_reads_weights_unless_a_push_brings_them_before_it_serves(
-    monkeypatch, load_format, version, options
+    monkeypatch, load_format, version, reads_weights
 ):
     monkeypatch.setattr(server_pool, "wait_until_built", len)
     first, restarted = ServedGroup(0), ServedGroup(0)
@@ -610,12 +585,12 @@ def test_a_restarted_server_reads_weights_unless_a_push_brings_them_before_it_se
     pool.collect("train", 0)
     first.last("collect").reply.set_exception(RayActorError())
     pool.collect("train", 0)
-    assert restarted.last("start").options == options
+    assert restarted.last("start").args == (reads_weights,)
     for method in ("prepare", "start"):
         restarted.last(method).answer()
     pool.collect("train", 0)
     pool.collect("train", 0)
-    serves_at_once = not options and not version
+    serves_at_once = reads_weights and not version
     assert resent == ([] if serves_at_once else [version])
     assert restarted.last("begin").args[0].array("group_ids").tolist() == [0]
 
@@ -623,7 +598,7 @@ def test_a_restarted_server_reads_weights_unless_a_push_brings_them_before_it_se
 def test_servers_without_weights_are_sent_some_before_the_first_group():
     groups = [ServedGroup(0), ServedGroup(1)]
     pool = make_pool(*groups, load_format="dummy")
-    assert [group.last("start").options for group in groups] == [NO_WEIGHTS] * 2
+    assert [group.last("start").args for group in groups] == [(False,)] * 2
     sent = record_resends(pool)
     pool.begin(make_prompts(0, 1), SAMPLING)
     assert not any(call.method == "begin" for group in groups for call in group.calls)
@@ -633,10 +608,10 @@ def test_servers_without_weights_are_sent_some_before_the_first_group():
 
 
 @pytest.mark.parametrize(
-    ("load_format", "options"), [("checkpoint", {}), ("auto", NO_WEIGHTS), ("dummy", NO_WEIGHTS)]
+    ("load_format", "reads_weights"), [("checkpoint", True), ("auto", False), ("dummy", False)]
 )
 def test_a_server_that_joins_on_shared_devices_starts_by_the_load_format(
-    monkeypatch, load_format, options
+    monkeypatch, load_format, reads_weights
 ):
     monkeypatch.setattr(server_pool, "wait_until_built", len)
     first, restarted = ServedGroup(0), AnsweringGroup(0)
@@ -651,7 +626,7 @@ def test_a_server_that_joins_on_shared_devices_starts_by_the_load_format(
     pool.collect("train", 0)
     assert [call.method for call in restarted.calls] == ["prepare"]
     pool.start_asleep()
-    assert [(call.method, call.options) for call in restarted.calls[1:]] == [
-        ("start", options),
-        ("sleep", {}),
+    assert [(call.method, call.args) for call in restarted.calls[1:]] == [
+        ("start", (reads_weights,)),
+        ("sleep", ()),
     ]

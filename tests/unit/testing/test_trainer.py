@@ -31,9 +31,10 @@ from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful
 from mcore_rl.trainers.evaluation import Evaluation
 from mcore_rl.trainers.sample_log import SampleLog
+from tests.fakes import LocalGroup
 
 
-class Devices:
+class Devices(LocalGroup):
     """An actor and a server whose weights are one number; both roles are the same object."""
 
     critic = None

@@ -15,9 +15,10 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import CheckpointConfig, RLConfig, TrainerConfig
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.trainers.checkpointing import CheckpointManager, NotSavedError
+from tests.fakes import LocalGroup
 
 
-class Actor:
+class Actor(LocalGroup):
     """A worker group of one rank. In the background it writes when `finish_save` comes."""
 
     def __init__(self):

@@ -9,13 +9,15 @@ import pytest
 
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.roles import ReferenceModel
+from tests.fakes import LocalGroup
 
 OFF = "reference to host"
 
 
-class Group:
+class Group(LocalGroup):
     """Workers of a role that record their calls."""
 
     def __init__(self, name: str, calls: list[str]) -> None:
@@ -63,8 +65,7 @@ def run_step(has_reference: bool, **placement: str) -> list[str]:
     devices = share_devices(placement, calls, *roles)
     ids = Jagged.pack([[1, 2]], np.int64)
     devices.offload_rollout()
-    compute = devices.models[roles[-1]].compute_log_probs
-    reference = ReferenceModel(compute, devices, roles[-1], 0.5)
+    reference = ReferenceModel(devices, roles[-1], ModelWorker.compute_log_probs, 0.5)
     batch, _ = reference.score(Batch({"prompt_ids": ids, "response_ids": ids}))
     assert batch.jagged("reference_log_probs").values.tolist() == [1, 2]
     devices.use("actor")

@@ -7,6 +7,7 @@ import pytest
 
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES, bradley_terry, build_pair_inputs
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.evaluation import compute_standard_error
@@ -16,9 +17,10 @@ from mcore_rl.trainers.objectives import (
     RewardObjective,
     SupervisedObjective,
 )
+from tests.fakes import LocalGroup
 
 
-class Model:
+class Model(LocalGroup):
     """Scores depend on the token alone. Every call is on record."""
 
     def __init__(self, shift: float = 0.0):
@@ -78,7 +80,7 @@ def test_a_step_on_pairs_tells_the_loss_of_the_pairs_not_of_the_update():
     model, reference = Model(), Model(shift=0.5)
     loss = PREFERENCE_LOSSES.bind("dpo", {"beta": 0.2})
     objective = PreferenceObjective(
-        model, loss, Reference(reference.compute_log_probs, offloaded=reference)
+        model, loss, Reference(reference, ModelWorker.compute_log_probs, is_offloaded=True)
     )
     metrics = objective.step(PAIRS, Stopwatch())
     [updated] = model.updates
@@ -122,7 +124,7 @@ def test_a_loop_reports_each_step_with_its_times_and_its_rate():
 def test_the_error_of_a_held_out_loss_takes_the_tokens_of_a_row_together():
     """As if each token had the value of its own and rows were clusters."""
 
-    class Scored:
+    class Scored(LocalGroup):
         def compute_log_probs(self, batch, temperature):
             log_probs = batch.jagged("response_mask")
             values = -np.arange(len(log_probs.values), dtype=np.float32)

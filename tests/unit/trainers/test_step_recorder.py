@@ -10,9 +10,10 @@ import pytest
 from mcore_rl.config.schema import ProfileConfig
 from mcore_rl.observability.expert_load import ExpertLoad
 from mcore_rl.trainers.step_recorder import StepRecorder
+from tests.fakes import LocalGroup
 
 
-class Ranks:
+class Ranks(LocalGroup):
     """Two ranks of a model, as a WorkerGroup calls them."""
 
     def __init__(self, peaks: list[dict[str, int]], load: dict[str, list[int]]) -> None:

@@ -306,7 +306,8 @@ class ValueModel(Model):
             values=responses.with_values(np.full(len(responses.values), 0.5, np.float32))
         )
 
-    def update(self, batch, *, sizes):
+    def update(self, batch, *, sizes, temperature):
+        assert temperature == 1.0
         self.updates.append(batch)
         return [[{"loss": 0.25}]]
 
