@@ -77,7 +77,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
         assert part in out
     assert [name for name in list_setting_names(RLConfig) if f"\n  {name}=" not in out] == []
     assert (
-        "trainer.prompts_per_step=64\n      a step has algorithm.group_size samples of each" in out
+        "trainer.prompts_per_step=64\n      prompts of a step, with algorithm.group_size samples each" in out
     )
 
 
@@ -98,7 +98,7 @@ def test_help_of_a_group_has_that_group_only(monkeypatch, capsys):
 
 def test_help_of_one_setting_and_of_none(monkeypatch, capsys):
     assert command(monkeypatch, capsys, "rl", "-h", "reward.name")[1].startswith(
-        '  reward.name="final_number"\n      a name in the reward registry'
+        '  reward.name="final_number"\n      name in the reward registry'
     )
     status, out, err = command(monkeypatch, capsys, "rl", "--help", "acter")
     assert (status, out) == (2, "")
