@@ -14,7 +14,7 @@ from mcore_rl.controller.object_columns import (
     find_lost_rows,
     store_columns,
 )
-from mcore_rl.controller.pending_call import WorkerError
+from mcore_rl.controller.pending_call import WorkerError, describe_dead_ranks
 from mcore_rl.controller.remote_batch import (
     PROMPT_TOKENS,
     RESPONSE_TOKENS,
@@ -144,7 +144,7 @@ def fetch_batch(batch: Samples, what: str, call_s: float) -> Batch:
     except TimeoutError as error:
         raise WorkerError(f"{what}: {error} (timeouts.call_s)") from error
     except LostColumnsError as error:
-        raise WorkerError(f"{what}: {error}") from error
+        raise WorkerError(f"{what}: {error}{describe_dead_ranks()}") from error
 
 
 def to_arrays(batch: Samples, what: str, call_s: float) -> dict[str, dict[str, Array]]:

@@ -25,6 +25,7 @@ from ray.exceptions import RayError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.controller.object_columns import LostColumnsError
 from mcore_rl.controller.process_cleanup import wait_if_ray_died
 from mcore_rl.controller.worker_process import Failure, FailureKind, Reply, WorkerInfo
 from mcore_rl.observability.stacks import (
@@ -70,6 +71,16 @@ class CalledGroup(Protocol):
     end_reason: str  # why the group takes no more calls; empty while it does
 
     def close(self, reason: str = "") -> None: ...
+
+
+class RunningGroup(CalledGroup, Protocol):
+    """A group whose ranks can be asked whether they live."""
+
+    def ping(self) -> dict[Any, int]:
+        """Call each rank; return its world rank by Ray's reference to the reply."""
+
+
+RUNNING_GROUPS: weakref.WeakSet[RunningGroup] = weakref.WeakSet()  # of this driver
 
 
 class SentCall(Protocol):
@@ -180,11 +191,32 @@ class PendingCall[T]:
             where = f" ({info})" if info else ""
             return WorkerError(f"{head}{where} died. {failure.message}{tail}")
         trace = f"\n\n{failure.trace}".rstrip() + tail
-        return WorkerError(f"{head} raised {failure.type_name}: {failure.message}{trace}")
+        message = f"{failure.type_name}: {failure.message}"
+        if failure.type_name == LostColumnsError.__name__:
+            message += describe_dead_ranks()
+        return WorkerError(f"{head} raised {message}{trace}")
 
     def _end(self, error: Exception) -> None:
         self._error = error
         self.group.close(f"the group has ended: {str(error).splitlines()[0]}")
+
+
+def describe_dead_ranks() -> str:
+    """Return "; dead: " and the ranks of all groups that have died, or "" if none has.
+
+    A rank that is in no call may have died unnoticed.
+    """
+    groups = [group for group in RUNNING_GROUPS if not group.end_reason]
+    pings = {reply: (group, rank) for group in groups for reply, rank in group.ping().items()}
+    answered = ray.wait([*pings], num_returns=len(pings), timeout=GRACE_S)[0] if pings else []
+    dead = []
+    for reply in answered:
+        try:
+            ray.get(reply)
+        except RayError:
+            group, rank = pings[reply]
+            dead.append(f"{group.name}, rank {rank} ({group.worker_infos[rank]})")
+    return f"; dead: {'; '.join(sorted(dead))}" if dead else ""
 
 
 def gather_results[T](calls: Sequence[PendingCall[T]], timeout: Timeout | None = None) -> list[T]:

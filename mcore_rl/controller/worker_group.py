@@ -41,7 +41,13 @@ from mcore_rl.controller.dispatch import (
     get_registered_methods,
 )
 from mcore_rl.controller.object_columns import count_objects
-from mcore_rl.controller.pending_call import PendingCall, Timeout, WorkerError, gather_results
+from mcore_rl.controller.pending_call import (
+    RUNNING_GROUPS,
+    PendingCall,
+    Timeout,
+    WorkerError,
+    gather_results,
+)
 from mcore_rl.controller.ray_session import NAMESPACE
 from mcore_rl.controller.remote_batch import RemoteBatch
 from mcore_rl.controller.resource_pool import ResourcePool
@@ -121,6 +127,7 @@ class WorkerGroup:
         try:
             self._start(pool, threads_per_rank, dict(env or {}), max_concurrency)
             self._build((worker_class, tuple(init_args), dict(init_kwargs or {})))
+            RUNNING_GROUPS.add(self)
             if wait:
                 wait_until_built([self])
         except BaseException:
@@ -154,6 +161,7 @@ class WorkerGroup:
         group._set_up(name, worker_class, layout, timeouts, give_back)
         group._detached = True
         group._actors, group.worker_infos = actors, dict(enumerate(infos))
+        RUNNING_GROUPS.add(group)
         return group
 
     def _set_up(
@@ -219,6 +227,10 @@ class WorkerGroup:
         for actor in self._actors:
             actor.rename.remote(name)
         self._build((self._worker_class, init_args, {}))
+
+    def ping(self) -> dict[Any, int]:
+        """Call each rank; return its world rank by Ray's reference to the reply."""
+        return {actor.get_info.remote(): rank for rank, actor in enumerate(self._actors)}
 
     @property
     def build_calls(self) -> list[PendingCall[Any]]:

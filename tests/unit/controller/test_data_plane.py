@@ -15,6 +15,7 @@ import torch
 
 from mcore_rl.benchmarks.data_plane import read_settled_store_bytes
 from mcore_rl.config.schema import Layout, TimeoutsConfig
+from mcore_rl.controller.batch_ops import fetch_batch
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.controller.object_columns import LostColumnsError, fetch_columns, store_columns
 from mcore_rl.controller.pending_call import WorkerError
@@ -219,7 +220,15 @@ def test_memory_stays_as_it_is_over_many_small_steps(worker: WorkerGroup, steps:
 
 def test_columns_of_a_process_that_was_killed_are_one_error(worker: WorkerGroup):
     (made,) = worker.call(Worker.make, [50_000] * 4)
-    scored = score_and_die(made)
+    with ResourcePool(1, {"CPU": 0.1}) as other, group_of(other, Layout(), "dying") as group:
+        check_error_of_lost_columns(worker, group, made)
+
+
+def check_error_of_lost_columns(worker: WorkerGroup, group: WorkerGroup, made: RemoteBatch) -> None:
+    """The rank that has stored the columns dies unnoticed, as no call is on its way there."""
+    scored = group.call(Worker.megatron_compute, made, 3)
+    died = group.worker_infos[0]
+    os.kill(died.pid, signal.SIGKILL)
     samples = fetch_columns(scored.drop_columns("marked_ids"))  # they belong to the driver
     assert samples.lengths("response_ids").tolist() == [50_000] * 4
     wait_until_lost(scored)
@@ -229,13 +238,9 @@ def test_columns_of_a_process_that_was_killed_are_one_error(worker: WorkerGroup)
     assert "alive.count_marked" in message
     assert "rank 0" in message
     assert "columns are lost: the process that had stored them has died" in message
-
-
-def score_and_die(batch: RemoteBatch) -> RemoteBatch:
-    with ResourcePool(1, {"CPU": 0.1}) as other, group_of(other, Layout(), "dying") as group:
-        scored: RemoteBatch = group.call(Worker.megatron_compute, batch, 3)
-        os.kill(group.worker_infos[0].pid, signal.SIGKILL)
-    return scored
+    assert f"; dead: dying, rank 0 ({died})" in message.splitlines()[0]
+    with pytest.raises(WorkerError, match=rf"the samples.*; dead: dying, rank 0.*{died.pid}"):
+        fetch_batch(scored, "the samples", 60)
 
 
 def wait_until_lost(batch: RemoteBatch) -> None:
