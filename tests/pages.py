@@ -1,4 +1,4 @@
-"""The shell commands of README.md and docs/*.md, and which test runs them."""
+"""The shell commands of README.md, CONTRIBUTING.md and docs/*.md, and which test runs them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 # Kinds of commands, and the file of the tests that runs all commands of the kind. A command of no

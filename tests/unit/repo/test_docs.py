@@ -28,13 +28,12 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.examples.tasks.last_digit import split_problems
 from mcore_rl.reshard.layout import GenerationLayout
-from tests.pages import select_commands
+from tests.pages import PAGES, select_commands
 
 ROOT = Path(__file__).resolve().parents[3]
 ARCHITECTURE = ROOT / "docs" / "architecture.md"
 CONFIGURATION = ROOT / "docs" / "configuration.md"
 WRITER = ROOT / "tests" / "write_configuration_doc.py"
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 SETTINGS = [name for schema in SCHEMAS.values() for name in list_setting_names(schema)]
 GROUPS = {".".join(parts[:n]) for key in SETTINGS for parts in [key.split(".")] for n in (1, 2, 3)}
 

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.nightly import all_but
 from tests.pages import select_commands
@@ -36,7 +37,7 @@ from tests.nightly import all_but
 def test_two_steps_equal_one_rank(name): pass
 """
 FILES = {
-    "unit/room/test_a.py": NIGHTLY + "def test_unit(): pass",
+    "unit/trainers/test_a.py": NIGHTLY + "def test_unit(): pass",
     "dist_cpu/test_b.py": NIGHTLY,
     "dist_cpu/test_moe.py": MOE,
     "dist_cpu/test_c.py": "def test_ranks(): pass",
@@ -81,8 +82,9 @@ def run(project: Path, *arguments: str) -> dict[str, set[str]]:
 
 
 TWO_STEPS = "dist_cpu/test_moe.py::test_two_steps_equal_one_rank"
-PAGE = {  # the commands of docs/testing.md, and what runs of the files above
-    "pytest": {f"unit/room/test_a.py::{name}" for name in UNIT},
+PAGE = {  # the commands of CONTRIBUTING.md and docs/testing.md, and what runs of the files above
+    "pytest tests/unit/trainers": {f"unit/trainers/test_a.py::{name}" for name in UNIT},
+    "pytest": {f"unit/trainers/test_a.py::{name}" for name in UNIT},
     "pytest -m ranks": {
         *("dist_cpu/test_c.py::test_ranks", f"{TWO_STEPS}[moe/tp2]", f"{TWO_STEPS}[moe/pp2 vpp2]"),
         *(f"dist_cpu/test_b.py::test_cases[{case}]" for case in ("kept", "more")),
@@ -105,6 +107,14 @@ def test_a_command_of_the_page_runs_the_tests_that_it_says(
     actual = run(project, *shlex.split(command)[1:], *few)
     assert set().union(*actual.values()) == expected
     assert ".py" not in command or [*actual] == ["here"]  # a single file runs without workers
+
+
+def test_a_commit_runs_gates_of_the_test_command():
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    gates = (ROOT / "tests" / "run.sh").read_text()
+    for hook in hooks:
+        command = hook["entry"].replace(".venv/bin/", "")
+        assert f"gate '{hook['name']}' {command}" in gates
 
 
 def test_a_daily_case_that_is_no_case_is_an_error():
