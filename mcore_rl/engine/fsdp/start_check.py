@@ -12,6 +12,8 @@ than the sequences are cut, since no weight has their size.
 
 The weights: the sharded model itself against the checkpoint read by transformers, where it is below
 1 GiB. A larger one in packs is compared with itself, one sequence at a time on one rank each.
+
+The adapters: in the copy of the layers, each adapter takes part in all products of its weight.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from mcore_rl.checkpoint.sharded_rows import exchange_reason
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.fsdp import lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack
 from mcore_rl.engine.fsdp.model import (
     ShardedPolicy,
@@ -68,6 +73,7 @@ class StartCheck:
         settings: Scores of a language model. None: the states of a value model, whose head may be
             zero, are compared by a random one.
         split: How the ranks of `group` share a pack.
+        adapters: The adapters of the run; rank 0 for none.
     """
 
     path: str
@@ -75,6 +81,7 @@ class StartCheck:
     root_class: type[ShardedPolicy]
     settings: ScoreSettings | None
     packing: bool
+    adapters: LoRAConfig
     split: PackSplit
     group: Any
     device: torch.device
@@ -83,7 +90,8 @@ class StartCheck:
         """Compare a float32 copy of the layers with transformers' own.
 
         Raises:
-            ConfigError: The layers differ, mix the sequences of a pack or need whole sequences.
+            ConfigError: The layers differ, mix the sequences of a pack, need whole sequences, or
+                read a weight that has an adapter without calling its layer.
         """
         name, rows = self.hf_config.get("model_type"), self._draw_rows()
         with self._refuse_errors("do not run with random weights in its own eager model"):
@@ -120,6 +128,23 @@ class StartCheck:
                 f"up to {gap:.2g}: its layers mix the sequences of a pack; allowed: "
                 "fsdp.packing=false"
             )
+        if self.adapters.rank:
+            self._check_adapters(original, rows[0])
+
+    def _check_adapters(self, original: Any, row: np.ndarray) -> None:
+        """Check that adapters have part in all products, by a backward pass of one sequence."""
+        ids = torch.from_numpy(row)[None].to(self.device)
+
+        def compute_loss() -> torch.Tensor:
+            states = original.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            return project_states(states).sum()
+
+        def check() -> None:
+            with self._refuse_errors("have no gradients with adapters"):
+                lora.check_adapters(original, self.adapters, compute_loss)
+
+        if reason := exchange_reason(check):
+            raise ConfigError(reason)
 
     def compare_weights(self, root: ShardedPolicy, dtype: torch.dtype) -> None:
         """Compare a model with the checkpoint read by transformers, or else with itself.
