@@ -13,6 +13,7 @@ import tiny_models
 import torch
 import transformers
 import transformers_families
+from safetensors.torch import load_file
 from test_fsdp_engine import build_spec, refuse, start
 
 from mcore_rl.config.errors import ConfigError
@@ -239,3 +240,32 @@ def test_adapters_of_a_model_without_linear_layers_are_refused(tmp_path):
     assert result["refusal"] == (
         "lora.rank=4: this model has no linear layers of torch; allowed: 0"
     )
+
+
+@ranks.spawn_on_ranks(1)
+def export_or_refuse(path: Path, whole_bytes: int) -> ranks.Result:
+    """Return the weights that an engine exports before any step, or why it refuses the model."""
+    limit, start_check._WHOLE_BYTES = start_check._WHOLE_BYTES, whole_bytes
+    try:
+        engine = start(path, Layout(), {"fsdp": FSDPConfig(packing=False)})
+    except ConfigError as error:
+        return {"refusal": str(error)}
+    finally:
+        start_check._WHOLE_BYTES = limit
+    return {"exported": dict(engine.get_per_tensor_param())}
+
+
+# Whether it is compared by its first two layers alone, as a large model is, or whole.
+@pytest.mark.parametrize("whole_bytes", [0, 1 << 30])
+def test_model_whose_pass_scales_its_weights_is_refused(whole_bytes, tmp_path):
+    # The first pass of RWKV divides weights by 2 ** (layer // rescale_every).
+    path = transformers_families.save("rwkv", tmp_path, rescale_every=2)
+    [result] = export_or_refuse(path, whole_bytes)
+    assert "writes to the weight rwkv.blocks.0.attention.output.weight" in result["refusal"]
+
+
+def test_exported_weights_after_a_pass_are_those_of_the_checkpoint(tmp_path):
+    path = transformers_families.save("rwkv", tmp_path)
+    [result] = export_or_refuse(path, 0)
+    for name, tensor in load_file(path / "model.safetensors").items():
+        assert torch.equal(result["exported"][name], tensor), name

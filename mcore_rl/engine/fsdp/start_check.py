@@ -29,6 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from mcore_rl.checkpoint.sharded_rows import exchange_reason
 from mcore_rl.config.errors import ConfigError
@@ -96,7 +97,8 @@ class StartCheck:
         name, rows = self.hf_config.get("model_type"), self._draw_rows()
         with self._refuse_errors("do not run with random weights in its own eager model"):
             copy, original = self._build_copies(len(rows[0]))
-            expected = self._score_original(original, rows)
+            with self._refuse_writes(original):
+                expected = self._score_original(original, rows)
             changed = [np.append(row[:-1], 0) for row in rows]  # 0: padding of most
             ahead = self._score_original(original, changed) - expected
         with self._refuse_errors("do not take packs"):
@@ -150,11 +152,14 @@ class StartCheck:
         """Compare a model with the checkpoint read by transformers, or else with itself.
 
         Raises:
-            ConfigError: The numbers differ by more than rounding.
+            ConfigError: The numbers differ by more than rounding, or a pass writes to the weights.
         """
         rows = self._draw_rows()
         parts = [[0, 1]] if self.packing else [[0], [1]]
-        with self._refuse_errors("do not run when FSDP2 shards them"):
+        with (
+            self._refuse_errors("do not run when FSDP2 shards them"),
+            self._refuse_writes(root),
+        ):
             root.has_plain_head = self._has_plain_head(root, rows)
             scores = self._score(root, rows, parts, self.split)
             expected, rounding = self._score_checkpoint(rows, dtype)
@@ -265,6 +270,23 @@ class StartCheck:
         with suppress(*_ERRORS):  # some families run in float32 alone
             return scores, float(np.abs(self._score_original(model, rows) - scores).mean())
         return scores, 0.0
+
+    @contextmanager
+    def _refuse_writes(self, model: Any) -> Iterator[None]:
+        """Refuse a model whose passes write to its weights, which would be exported so."""
+        weights = {
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in model.named_parameters()
+        }
+        versions = {name: weight._version for name, weight in weights.items()}
+        yield
+        changed = [name for name, weight in weights.items() if weight._version != versions[name]]
+        if changed:
+            raise ConfigError(
+                f"{self.hf_config.get('model_type')}: a pass in transformers writes to the weight "
+                f"{changed[0]}; allowed: a model whose passes read its weights alone, such as an "
+                "RWKV model with rescale_every=0 in config.json"
+            )
 
     @contextmanager
     def _refuse_errors(self, reason: str) -> Iterator[None]:
