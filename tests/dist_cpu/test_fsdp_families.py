@@ -75,6 +75,9 @@ def test_family_has_the_numbers_of_its_eager_model_or_is_refused(kind, dtype, pa
     if dtype == "float32":
         assert gaps.max() < 1e-4
     else:
+        # No bound on the largest gap: rounding makes routers choose other experts. Of flex_olmo
+        # one token differs by 0.57 nats here, and by 0.58 in transformers' own bfloat16 with sdpa;
+        # the 90 tokens whose experts are those of float32 differ by at most 0.13.
         rounding = (score_eagerly(path, batch, torch.bfloat16) - expected).abs().mean()
         assert gaps.mean() < 2 * rounding + 0.005
 
