@@ -112,6 +112,7 @@ _CHANGES: dict[str, dict[str, Any]] = {
         "is_decoder": True, "axial_pos_embds_dim": [16, 32], "axial_pos_shape": [16, 32],
         "attention_head_size": 12, "num_buckets": 4,
     },
+    "rwkv": {"rescale_every": 0},  # otherwise its first pass scales weights in place
     "stablelm": {"partial_rotary_factor": 0.5, "head_dim": None},
     "zamba": _ZAMBA,
     "zamba2": _ZAMBA,

@@ -196,6 +196,7 @@ class FSDPEngine(BaseEngine):
             self._root_class,
             None if self._kind else choose_scores(self.spec, 1.0, None),
             self.spec.engine.fsdp.packing,
+            self.spec.engine.lora,
             self._split,
             self.meshes.context_group,
             self.device,

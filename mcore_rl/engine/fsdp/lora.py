@@ -6,7 +6,7 @@ paper), as PEFT computes it. Servers and exports get merged weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,6 +20,8 @@ from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.reshard.rules import LogicalTensor, StackedRows, Weight
 
 FACTORS = ("lora_A", "lora_B")
+# Largest share of a gradient by which rounding in float32 may change it.
+_GRADIENT_BOUND = 0.05
 
 
 class LoRALinear(torch.nn.Linear):
@@ -51,16 +53,14 @@ def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
     as PhiMoE's routers, which return more than a product.
 
     Raises:
-        ConfigError: A target is the name of no linear layer.
+        ConfigError: A target is the name of no linear layer, or there are none.
     """
-    head = model.get_output_embeddings()
-    decoder = getattr(model.base_model, "language_model", model.base_model)
-    linears = {
-        name: module
-        for name, module in decoder.named_modules()
-        if type(module).forward is torch.nn.Linear.forward and module is not head
-    }
-    allowed = {name.rpartition(".")[2] for name in linears}
+    head, linears = model.get_output_embeddings(), _list_linears(model)
+    allowed = {_get_target(name) for name in linears}
+    if not allowed:
+        raise ConfigError(
+            f"{key}.rank={config.rank}: this model has no linear layers of torch; allowed: 0"
+        )
     targets = allowed if config.targets == LoRAConfig().targets else set(config.targets)
     if unknown := sorted(targets - allowed):
         raise ConfigError(
@@ -70,10 +70,74 @@ def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
     model.base_model.requires_grad_(False)
     if head is not None:
         head.requires_grad_(False)
+    decoder = _get_decoder(model)
     for name, linear in linears.items():
         parent, _, child = name.rpartition(".")
         if child in targets:
             setattr(decoder.get_submodule(parent), child, LoRALinear(linear, config))
+
+
+def _get_decoder(model: Any) -> Any:
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def _list_linears(model: Any) -> dict[str, torch.nn.Linear]:
+    """Return the layers that may have an adapter, by their name in the decoder."""
+    head = model.get_output_embeddings()
+    return {
+        name: module
+        for name, module in _get_decoder(model).named_modules()
+        if type(module).forward is torch.nn.Linear.forward and module is not head
+    }
+
+
+def check_adapters(
+    model: Any, config: LoRAConfig, compute_loss: Callable[[], torch.Tensor], key: str = "lora"
+) -> None:
+    """Attach adapters to a model with memory; check that each has part in all uses of its weight.
+
+    A parent may multiply by the weight W of a layer without calling it, as those of Mamba and Jamba
+    do with `dt_proj`. Where W + s B A takes the place of W, the chain rule says
+    dL/dB = s dL/dW A^T.
+
+    Raises:
+        ConfigError: Adapters of a target would not train.
+    """
+    allowed = {_get_target(name) for name in _list_linears(model)}
+    attach_adapters(model, config, key)
+    layers = {n: module for n, module in model.named_modules() if isinstance(module, LoRALinear)}
+    for name, layer in layers.items():
+        a = initialize_factor(name, 0, *layer.lora_A.shape).to(layer.weight)
+        layer.lora_A = torch.nn.Parameter(a)
+        layer.lora_B = torch.nn.Parameter(a.new_zeros(layer.lora_B.shape))
+        layer.weight.requires_grad_(True)
+    with torch.enable_grad():
+        compute_loss().backward()
+    trained = {_get_target(name) for name, layer in layers.items() if layer.weight.grad is not None}
+    if idle := [
+        name
+        for name, layer in layers.items()
+        if _get_target(name) not in trained or _is_bypassed(layer)
+    ]:
+        names = {_get_target(name) for name in idle}
+        raise ConfigError(
+            f"{key}.targets has {', '.join(sorted(names))}, but an adapter of {idle[0]} would not "
+            "train: the layer around it reads its weight without a call, or no gradient reaches "
+            f"it; allowed: {key}.targets of {', '.join(sorted(allowed - names))}"
+        )
+
+
+def _get_target(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _is_bypassed(layer: LoRALinear) -> bool:
+    """Return whether the gradient of B is not the one that follows from that of the weight."""
+    if (gradient := layer.weight.grad) is None:
+        return False  # an expert without tokens
+    expected = layer.scale * gradient @ layer.lora_A.detach().T
+    gap = expected if layer.lora_B.grad is None else layer.lora_B.grad - expected
+    return not gap.norm() <= _GRADIENT_BOUND * expected.norm()
 
 
 def map_factors(model: Any) -> tuple[Weight, ...]:

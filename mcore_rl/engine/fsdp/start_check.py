@@ -12,6 +12,8 @@ than the sequences are cut, since no weight has their size.
 
 The weights: the sharded model itself against the checkpoint read by transformers, where it is below
 1 GiB. A larger one in packs is compared with itself, one sequence at a time on one rank each.
+
+The adapters: in the copy of the layers, each adapter takes part in all products of its weight.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from mcore_rl.checkpoint.sharded_rows import exchange_reason
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.engine.fsdp import lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack
 from mcore_rl.engine.fsdp.model import (
     ShardedPolicy,
@@ -68,6 +74,7 @@ class StartCheck:
         settings: Scores of a language model. None: the states of a value model, whose head may be
             zero, are compared by a random one.
         split: How the ranks of `group` share a pack.
+        adapters: The adapters of the run; rank 0 for none.
     """
 
     path: str
@@ -75,6 +82,7 @@ class StartCheck:
     root_class: type[ShardedPolicy]
     settings: ScoreSettings | None
     packing: bool
+    adapters: LoRAConfig
     split: PackSplit
     group: Any
     device: torch.device
@@ -83,12 +91,14 @@ class StartCheck:
         """Compare a float32 copy of the layers with transformers' own.
 
         Raises:
-            ConfigError: The layers differ, mix the sequences of a pack or need whole sequences.
+            ConfigError: The layers differ, mix the sequences of a pack, need whole sequences, or
+                read a weight that has an adapter without calling its layer.
         """
         name, rows = self.hf_config.get("model_type"), self._draw_rows()
         with self._refuse_errors("do not run with random weights in its own eager model"):
             copy, original = self._build_copies(len(rows[0]))
-            expected = self._score_original(original, rows)
+            with self._refuse_writes(original):
+                expected = self._score_original(original, rows)
             changed = [np.append(row[:-1], 0) for row in rows]  # 0: padding of most
             ahead = self._score_original(original, changed) - expected
         with self._refuse_errors("do not take packs"):
@@ -120,16 +130,36 @@ class StartCheck:
                 f"up to {gap:.2g}: its layers mix the sequences of a pack; allowed: "
                 "fsdp.packing=false"
             )
+        if self.adapters.rank:
+            self._check_adapters(original, rows[0])
+
+    def _check_adapters(self, original: Any, row: np.ndarray) -> None:
+        """Check that adapters have part in all products, by a backward pass of one sequence."""
+        ids = torch.from_numpy(row)[None].to(self.device)
+
+        def compute_loss() -> torch.Tensor:
+            states = original.base_model(input_ids=ids, use_cache=False).last_hidden_state[0]
+            return project_states(states).sum()
+
+        def check() -> None:
+            with self._refuse_errors("have no gradients with adapters"):
+                lora.check_adapters(original, self.adapters, compute_loss)
+
+        if reason := exchange_reason(check):
+            raise ConfigError(reason)
 
     def compare_weights(self, root: ShardedPolicy, dtype: torch.dtype) -> None:
         """Compare a model with the checkpoint read by transformers, or else with itself.
 
         Raises:
-            ConfigError: The numbers differ by more than rounding.
+            ConfigError: The numbers differ by more than rounding, or a pass writes to the weights.
         """
         rows = self._draw_rows()
         parts = [[0, 1]] if self.packing else [[0], [1]]
-        with self._refuse_errors("do not run when FSDP2 shards them"):
+        with (
+            self._refuse_errors("do not run when FSDP2 shards them"),
+            self._refuse_writes(root),
+        ):
             root.has_plain_head = self._has_plain_head(root, rows)
             scores = self._score(root, rows, parts, self.split)
             expected, rounding = self._score_checkpoint(rows, dtype)
@@ -240,6 +270,23 @@ class StartCheck:
         with suppress(*_ERRORS):  # some families run in float32 alone
             return scores, float(np.abs(self._score_original(model, rows) - scores).mean())
         return scores, 0.0
+
+    @contextmanager
+    def _refuse_writes(self, model: Any) -> Iterator[None]:
+        """Refuse a model whose passes write to its weights, which would be exported so."""
+        weights = {
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in model.named_parameters()
+        }
+        versions = {name: weight._version for name, weight in weights.items()}
+        yield
+        changed = [name for name, weight in weights.items() if weight._version != versions[name]]
+        if changed:
+            raise ConfigError(
+                f"{self.hf_config.get('model_type')}: a pass in transformers writes to the weight "
+                f"{changed[0]}; allowed: a model whose passes read its weights alone, such as an "
+                "RWKV model with rescale_every=0 in config.json"
+            )
 
     @contextmanager
     def _refuse_errors(self, reason: str) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""State of an FSDP engine on one rank: gradients that move, and what a checkpoint goes on from."""
+"""State of an FSDP engine on one rank: what fills it, moves, and goes on from a checkpoint."""
 
 from __future__ import annotations
 
@@ -165,3 +165,39 @@ def test_weights_alone_are_loaded_from_a_trained_state_and_no_optimizer_from_wei
     scorer.save_checkpoint(tmp_path / "weights")
     with pytest.raises(ConfigError, match="has has_optimizer=False; this run needs True"):
         trained.load_checkpoint(tmp_path / "weights")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("is_filled", [False, True])
+def test_buffer_that_nothing_fills_is_refused_by_its_name(
+    model_path, monkeypatch, dtype, is_filled
+):
+    build, initialize = transformers.Qwen3Model.__init__, transformers.Qwen3Model._init_weights
+
+    def build_with_buffer(model: Any, config: Any) -> None:
+        build(model, config)
+        model.register_buffer("scales", torch.ones(3, dtype=dtype), persistent=False)
+
+    def fill_scales(model: Any, module: Any) -> None:
+        initialize(model, module)
+        if hasattr(module, "scales"):
+            module.scales.fill_(1)
+
+    monkeypatch.setattr(transformers.Qwen3Model, "__init__", build_with_buffer)
+    if is_filled:
+        monkeypatch.setattr(transformers.Qwen3PreTrainedModel, "_init_weights", fill_scales)
+        assert (
+            dict(start(model_path).root.named_buffers())["model.model.scales"].tolist() == [1] * 3
+        )
+        return
+    with pytest.raises(ConfigError, match=r"model\.scales of Qwen3ForCausalLM has values"):
+        start(model_path)
+
+
+def test_checkpoint_with_a_weight_that_is_no_number_is_refused_by_its_name(model_path, tmp_path):
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_path)
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight[47, 31] = torch.nan
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"layers\.0\.mlp\.up_proj\.weight of Qwen3ForCausalLM"):
+        start(tmp_path)
