@@ -7,12 +7,15 @@ import shutil
 import socket
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ModelConfig, RLConfig
+from mcore_rl.controller.dispatch import RemoteMethod
 from mcore_rl.controller.worker_process import WorkerInfo
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.disk_space import (
     check_disk_space,
@@ -23,7 +26,6 @@ from mcore_rl.jobs.disk_space import (
     export_weights,
 )
 from mcore_rl.jobs.failure import RunFailed
-from tests.fakes import LocalGroup
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,
@@ -130,13 +132,14 @@ def test_a_router_s_bias_stays_in_float32(tmp_path):
     assert 2 * compute_weight_bytes(rl_config) - compute_weight_bytes(in_float32) == 4 * biases
 
 
-class Model(LocalGroup):
+class Model:
     """A group whose rank 0 writes to the folders that it is given room in."""
 
     def __init__(self, host: str, *full: str) -> None:
         self.host, self.full, self.exports = host, full, []
 
-    def export(self, path: str, num_bytes: int) -> list[str]:
+    def call(self, method: RemoteMethod[..., Any], path: str, num_bytes: int) -> list[str]:
+        assert method is ModelWorker.export
         self.exports.append((Path(path), num_bytes))
         return [f"full: {path}" if path.startswith(self.full) else "", "another rank's"]
 
