@@ -107,7 +107,7 @@ def _count_attention_bytes(
     if linear and linear[layer]:
         return _count_delta_net_bytes(fields, tp, itemsize)
     if "kv_lora_rank" in fields:
-        return _count_latent_bytes(fields, tp, itemsize, is_torch)
+        return _count_latent_bytes(fields, layout, itemsize, is_torch)
     dim = fields["kv_channels"]
     groups = max(fields["num_query_groups"], tp)  # each rank has a key head at least
     query, key = heads * dim, groups * dim
@@ -128,8 +128,11 @@ def _count_attention_bytes(
     return {"heads": stored / tp + angles, "result": (query + hidden) * itemsize / tp}
 
 
-def _count_latent_bytes(fields: Mapping[str, Any], tp: int, itemsize: int, is_torch: bool) -> Parts:
+def _count_latent_bytes(
+    fields: Mapping[str, Any], layout: Layout, itemsize: int, is_torch: bool
+) -> Parts:
     """Count latent attention: latents are expanded to keys and values of all heads."""
+    tp, cp = layout.tp, layout.cp
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     key_dim = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]
     value_dim, rotary = fields["v_head_dim"], fields["qk_pos_emb_head_dim"]
@@ -141,7 +144,13 @@ def _count_latent_bytes(fields: Mapping[str, Any], tp: int, itemsize: int, is_to
         return {"heads": stored * itemsize / tp, "result": (value + 2 * hidden) * itemsize / tp}
     latents = 3 * query_rank + 3 * rank + rotary
     widest = heads * max(key_dim, value_dim)  # values are padded to keys, and so is the result
-    stored = (latents + 2 * query + 2 * widest) * itemsize + heads * _FLOAT32
+    attended = 2 * query + 2 * widest
+    if cp > 1:
+        # Gathered keys and values, and padded copies of them for each of the rank's two chunks of
+        # a sequence: together 2 cp + 1 chunks, as chunk i attends to chunks 0 to i.
+        padded = (cp + 0.5) * widest if key_dim != value_dim else 0.0
+        attended = cp * (query + value) + padded + 2 * widest
+    stored = (latents + attended) * itemsize + heads * _FLOAT32
     angles = 4 * rotary * itemsize
     return {"heads": stored / tp + angles, "result": (value + hidden) * itemsize / tp}
 
