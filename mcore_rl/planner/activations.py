@@ -143,13 +143,10 @@ def _count_latent_bytes(
         stored = 4 * query + value + latents
         return {"heads": stored * itemsize / tp, "result": (value + 2 * hidden) * itemsize / tp}
     latents = 3 * query_rank + 3 * rank + rotary
-    widest = heads * max(key_dim, value_dim)  # values are padded to keys, and so is the result
-    attended = 2 * query + 2 * widest
-    if cp > 1:
-        # Gathered keys and values, and padded copies of them for each of the rank's two chunks of
-        # a sequence: together 2 cp + 1 chunks, as chunk i attends to chunks 0 to i.
-        padded = (cp + 0.5) * widest if key_dim != value_dim else 0.0
-        attended = cp * (query + value) + padded + 2 * widest
+    # Queries and result, and keys and values of the rank, or gathered ones. Megatron pads values to
+    # the size of keys before attention (multi_latent_attention.py), and so is the result.
+    widest = heads * max(key_dim, value_dim)
+    attended = (cp + 1) * (query + widest)
     stored = (latents + attended) * itemsize + heads * _FLOAT32
     angles = 4 * rotary * itemsize
     return {"heads": stored / tp + angles, "result": (value + hidden) * itemsize / tp}

@@ -49,20 +49,16 @@ def test_torch_stores_latents_three_times_and_values_as_wide_as_keys() -> None:
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("cp", [2, 8])
-def test_torch_stores_keys_and_values_of_all_ranks_and_padded_values_of_latents(
+def test_torch_stores_keys_and_padded_values_of_all_ranks_of_latent_attention(
     cp: int, tp: int
 ) -> None:
-    """DeepSeek-V3, whose values of 128 dims are padded to 192 for each chunk of queries.
-
-    With cp=2 rank 0 attends to chunk 0 and to chunks 0 to 3, and rank 1 to chunks 0 to 1 and 0 to
-    2: five chunks, of which two are its tokens.
-    """
-    key, value, latents = 128 * 192, 128 * 128, 3 * 1536 + 3 * 512 + 64
-    gathered, padded = cp * (key + value), {2: 5 / 2, 8: 17 / 2}[cp] * key
-    queries_and_result = 2 * key
+    """DeepSeek-V3: values of 128 dims are gathered as wide as keys, 192, in each of 128 heads."""
+    latents, size = 3 * 1536 + 3 * 512 + 64, 128 * 192
     parts = count("DeepSeek-V3", Layout(tp=tp, cp=cp), "torch")
-    stored = (latents + gathered + padded + queries_and_result) * 2 + 128 * 4
+    # Keys and values of cp ranks; queries and the result, of the rank's tokens.
+    stored = (latents + cp * 2 * size + 2 * size) * 2 + 128 * 4
     assert parts["heads"] == stored / tp + 4 * 64 * 2
+    assert parts["result"] == (128 * 128 + 7168) * 2 / tp
 
 
 def test_a_delta_net_stores_projections_gates_and_a_state_each_64_tokens() -> None:
