@@ -53,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
     ranks = SimpleNamespace(get_peak_memory=lambda: peaks, get_expert_load=dict)
     summary: dict[str, Any] = {}
     recorder = StepRecorder(
-        {"actor": ranks},  # type: ignore[dict-item]
+        {"actor": ranks},
         ProfileConfig(),
         folder,
         2,
