@@ -107,7 +107,7 @@ def _count_attention_bytes(
     if linear and linear[layer]:
         return _count_delta_net_bytes(fields, tp, itemsize)
     if "kv_lora_rank" in fields:
-        return _count_latent_bytes(fields, tp, itemsize, is_torch)
+        return _count_latent_bytes(fields, layout, itemsize, is_torch)
     dim = fields["kv_channels"]
     groups = max(fields["num_query_groups"], tp)  # each rank has a key head at least
     query, key = heads * dim, groups * dim
@@ -128,8 +128,11 @@ def _count_attention_bytes(
     return {"heads": stored / tp + angles, "result": (query + hidden) * itemsize / tp}
 
 
-def _count_latent_bytes(fields: Mapping[str, Any], tp: int, itemsize: int, is_torch: bool) -> Parts:
+def _count_latent_bytes(
+    fields: Mapping[str, Any], layout: Layout, itemsize: int, is_torch: bool
+) -> Parts:
     """Count latent attention: latents are expanded to keys and values of all heads."""
+    tp, cp = layout.tp, layout.cp
     hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
     key_dim = fields["qk_head_dim"] + fields["qk_pos_emb_head_dim"]
     value_dim, rotary = fields["v_head_dim"], fields["qk_pos_emb_head_dim"]
@@ -140,8 +143,11 @@ def _count_latent_bytes(fields: Mapping[str, Any], tp: int, itemsize: int, is_to
         stored = 4 * query + value + latents
         return {"heads": stored * itemsize / tp, "result": (value + 2 * hidden) * itemsize / tp}
     latents = 3 * query_rank + 3 * rank + rotary
-    widest = heads * max(key_dim, value_dim)  # values are padded to keys, and so is the result
-    stored = (latents + 2 * query + 2 * widest) * itemsize + heads * _FLOAT32
+    # Queries and result, and keys and values of the rank, or gathered ones. Megatron pads values to
+    # the size of keys before attention (multi_latent_attention.py), and so is the result.
+    widest = heads * max(key_dim, value_dim)
+    attended = (cp + 1) * (query + widest)
+    stored = (latents + attended) * itemsize + heads * _FLOAT32
     angles = 4 * rotary * itemsize
     return {"heads": stored / tp + angles, "result": (value + hidden) * itemsize / tp}
 

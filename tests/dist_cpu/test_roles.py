@@ -63,6 +63,7 @@ PEAKS: dict[str, tuple[str, dict[str, Any]]] = {
         "deepseek_v3", {"layout": Layout(tp=2, ep=2), "recompute": RecomputeConfig("full")},
     ),
     "deepseek_v3/pp2": ("deepseek_v3", {"layout": Layout(pp=2)}),
+    "deepseek_v3/cp2": ("deepseek_v3", {"layout": Layout(cp=2)}),
 }  # fmt: skip
 DAILY = ("llama/full", "qwen3_moe/tp2ep2", "deepseek_v3")
 # (model, dtype, recompute) of FSDP2 on two ranks.

@@ -47,6 +47,20 @@ def test_torch_stores_latents_three_times_and_values_as_wide_as_keys() -> None:
     assert parts["experts"] == parts["moe_act"] == 8 * 3 * 2048 * 2
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("cp", [2, 8])
+def test_torch_stores_keys_and_padded_values_of_all_ranks_of_latent_attention(
+    cp: int, tp: int
+) -> None:
+    """DeepSeek-V3: values of 128 dims are gathered as wide as keys, 192, in each of 128 heads."""
+    latents, size = 3 * 1536 + 3 * 512 + 64, 128 * 192
+    parts = count("DeepSeek-V3", Layout(tp=tp, cp=cp), "torch")
+    # Keys and values of cp ranks; queries and the result, of the rank's tokens.
+    stored = (latents + cp * 2 * size + 2 * size) * 2 + 128 * 4
+    assert parts["heads"] == stored / tp + 4 * 64 * 2
+    assert parts["result"] == (128 * 128 + 7168) * 2 / tp
+
+
 def test_a_delta_net_stores_projections_gates_and_a_state_each_64_tokens() -> None:
     """Qwen3-Next: 16 key heads and 32 value heads of 128 dims, hidden size 2048."""
     keys, values = 16 * 128, 32 * 128

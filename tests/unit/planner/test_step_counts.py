@@ -24,6 +24,7 @@ from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.step import predict_step
 from mcore_rl.planner.training import Load, TrainingModel
 from tests.unit.planner import test_memory
+from tests.unit.planner.test_roles import LAYER, VOCABULARY
 
 H100 = load_hardware("h100")
 LENGTHS = Lengths(1000, 3000)
@@ -173,6 +174,23 @@ def test_a_host_has_what_its_ranks_leave_and_a_checkpoint_in_flight() -> None:
     assert host["offloaded weights"] == weights and "offloaded optimizer" not in host
     config.placement.rollout = "own"  # then nobody else has the actor's devices
     assert "offloaded weights" not in plan_memory(config, MODEL, Conditions("cpu")).host
+
+
+@pytest.mark.parametrize(
+    ("layout", "gpus_per_node", "parameters"),
+    [
+        (Layout(pp=2), 1, 18 * LAYER + VOCABULARY + 4096),  # the second of two, by its last norm
+        (Layout(pp=4), 2, 18 * LAYER + VOCABULARY + 4096),
+        (Layout(pp=3, first_stage_layers=4, last_stage_layers=4), 1, 28 * LAYER),  # the second
+        (Layout(pp=4), 3, 27 * LAYER + VOCABULARY),  # the first; the second has one rank
+    ],
+)
+def test_host_bytes_are_those_of_the_fullest_of_several_nodes(
+    layout: Layout, gpus_per_node: int, parameters: int
+) -> None:
+    plan = plan_memory(build_config(layout), MODEL, Conditions(gpus_per_node=gpus_per_node))
+    assert plan.host["offloaded weights"] == 2 * parameters
+    assert plan.host["offloaded optimizer"] == 12 * parameters
 
 
 # Pools
