@@ -35,6 +35,7 @@ from mcore_rl.tools.report.memory import compare_memory
 from mcore_rl.tools.report.page import build_data
 from mcore_rl.tools.report.runs import Run, read_runs
 from mcore_rl.trainers.step_recorder import StepRecorder
+from tests.fakes import LocalGroup
 from tests.unit.tools.test_plan_reshard import DENSE
 from tests.unit.tools.test_report_figures import write_rl_settings
 
@@ -50,7 +51,8 @@ def folder(tmp_path: Path) -> Path:
     model = DENSE | {"num_hidden_layers": 4, "vocab_size": 4096}
     folder, _ = write_rl_settings(tmp_path / "a", model, 2, pp=4)
     peaks: list[dict[str, int]] = []
-    ranks = SimpleNamespace(get_peak_memory=lambda: peaks, get_expert_load=dict)
+    ranks: Any = LocalGroup()
+    ranks.get_peak_memory, ranks.get_expert_load = lambda: peaks, dict
     summary: dict[str, Any] = {}
     recorder = StepRecorder(
         {"actor": ranks},
