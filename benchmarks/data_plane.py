@@ -159,7 +159,7 @@ class Peer:
         self._sums = sum_columns(batch, WRITTEN) if is_checked else {}
         return len(batch)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register()
     def get_sums(self) -> dict[str, float]:
         """Return the sums of the columns that were read last."""
         return self._sums

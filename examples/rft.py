@@ -17,7 +17,7 @@ from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller.batch_ops import select_token_columns
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.engine.base import LossFunction
-from mcore_rl.engine.worker import ModelWorker, apply
+from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from mcore_rl.trainers.base import RLTrainer
 from mcore_rl.trainers.training_batch import add_token_weights
 
@@ -52,7 +52,9 @@ class RejectionSampling(RLTrainer):
 
     def select_accepted(self, samples: Samples) -> Samples:
         """Return the samples whose reward is at least MIN_REWARD, each response once a group."""
-        digests = apply(self.actor.workers, digest_responses, samples.select("response_ids"))
+        digests = apply_on_rank_zero(
+            self.actor.workers, digest_responses, samples.select("response_ids")
+        )
         seen, rows = set(), []
         rewards, groups = samples.array("rewards"), samples.array("group_ids").tolist()
         for row, key in enumerate(zip(groups, digests, strict=True)):
@@ -64,7 +66,7 @@ class RejectionSampling(RLTrainer):
     def imitate(self, accepted: Samples) -> dict[str, float]:
         """Take an optimizer step on the mean over the tokens of all accepted responses."""
         mask = accepted.select("response_mask", "group_ids")
-        weights, _ = apply(self.actor.workers, add_token_weights, mask, "token_mean")
+        weights, _ = apply_on_rank_zero(self.actor.workers, add_token_weights, mask, "token_mean")
         self.devices.use("actor")
         batch = select_token_columns(accepted.union(weights))
         [metrics] = self.actor.workers.call(ModelWorker.update, batch, temperature=1.0)[0]

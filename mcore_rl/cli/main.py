@@ -27,10 +27,10 @@ COMMANDS = {
     "servers": "which servers generate for a run: mcore-rl servers RUN [--remove 1]",
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
-    "bench": "Run microbenchmarks: mcore-rl bench reshard, mcore-rl bench data-plane",
+    "bench": "run microbenchmarks: mcore-rl bench reshard, mcore-rl bench data-plane",
     "plan": "whether a run fits, its time and traffic: mcore-rl plan memory recipe=NAME ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
-    "doctor": "Check the nodes of a run: mcore-rl doctor [--json]",
+    "doctor": "check the nodes of a run: mcore-rl doctor [--json]",
     "completion": 'words that the Tab key completes: eval "$(mcore-rl completion bash)"',
 }
 OPTIONS = {

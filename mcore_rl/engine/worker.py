@@ -160,7 +160,7 @@ class ModelWorker:
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, writes=ANY_COLUMNS)
     def apply(self, function: Callable[..., object], batch: Samples, *args: object) -> object:
-        """Return `function(batch, *args)`; `apply` below calls it."""
+        """Return `function(batch, *args)`; `apply_on_rank_zero` calls it."""
         return function(batch, *args)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -415,7 +415,7 @@ class ModelWorker:
         self._engine.load_checkpoint(Path(path))
 
 
-def apply[**P, R](
+def apply_on_rank_zero[**P, R](
     workers: RankGroup,
     function: Callable[Concatenate[Batch, P], R],
     batch: Samples,

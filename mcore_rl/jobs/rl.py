@@ -30,7 +30,7 @@ from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, LossFunction, load_backend
-from mcore_rl.engine.worker import ModelWorker, apply
+from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
@@ -319,14 +319,12 @@ class _Run:
         devices.offload_rollout()
         devices.use("actor")
         actor, temperature = devices.actor, evaluation.temperature
-        for samples in evaluation.latest:
-            if temperature is None:  # the servers' log-probs are not comparable
-                break
-            scored = actor.call(
-                ModelWorker.compute_log_probs, samples, temperature=temperature, replay=False
-            )
-            columns = select_small_columns(scored)
-            output.record_gap(apply(actor, compute_logprob_gaps, columns))
+        if temperature is not None:  # else the servers' log-probs are not comparable
+            score = ModelWorker.compute_log_probs
+            for samples in evaluation.latest:
+                scored = actor.call(score, samples, temperature=temperature, replay=False)
+                columns = select_small_columns(scored)
+                output.record_gap(apply_on_rank_zero(actor, compute_logprob_gaps, columns))
         disk_space.export_weights(
             actor, output.folder / CHECKPOINT, disk_space.compute_weight_bytes(self.config)
         )

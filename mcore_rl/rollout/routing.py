@@ -120,9 +120,8 @@ class GroupRouter:
     """All pending groups: those that wait for a server, and those that each server generates."""
 
     def __init__(self) -> None:
-        self._groups: defaultdict[Stream, dict[int, PendingGroup]] = defaultdict(
-            dict
-        )  # by stream, id
+        # By stream and id.
+        self._groups: defaultdict[Stream, dict[int, PendingGroup]] = defaultdict(dict)
         self._num_begun = 0
         self._waiting: dict[int, PendingGroup] = {}  # by order: those without a server
         # By the number of the server that generates them, stream and id.

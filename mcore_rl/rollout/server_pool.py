@@ -19,10 +19,10 @@ import math
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import TimeoutsConfig
@@ -48,6 +48,9 @@ from mcore_rl.inference.protocol import DraftCounts, SamplingParams, ServerMemor
 from mcore_rl.rollout.routing import GroupRouter, Stream, gather_prompts
 from mcore_rl.rollout.worker import RolloutWorker
 from mcore_rl.weight_sync.spec import WorkerLists
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.frozen_model import ModelAddress
 
 LoadFormat = Literal["auto", "checkpoint", "dummy"]
 StartServer = Callable[[int], WorkerGroup]  # from a server's number; its workers are being built
@@ -129,7 +132,7 @@ class ServerPool:
         self._read_desired, self._load_format = desired, load_format
         self._lock = threading.RLock()  # held to start a server, and to close
         self._closed = False
-        self._models: Any = None  # addresses of frozen models
+        self._models: Mapping[str, ModelAddress] | None = None  # frozen models
         self.version = 0  # of the weights that a server needs to get groups
         self.membership = 0  # changes whenever a server joins or leaves those that are up
         # Sends the weights of `version` again, when no server is left that has them. None while
@@ -207,7 +210,7 @@ class ServerPool:
         """
         self._mark_up([*self._servers.values()])
 
-    def connect_models(self, addresses: Any) -> None:
+    def connect_models(self, addresses: Mapping[str, ModelAddress]) -> None:
         """Pass the addresses of frozen models to the servers, and to those that will join."""
         self._models = addresses
         self._call_servers(self._up, RolloutWorker.connect_models, addresses)

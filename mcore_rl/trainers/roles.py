@@ -25,7 +25,7 @@ from mcore_rl.controller.batch_ops import (
 )
 from mcore_rl.controller.dispatch import RankGroup, RemoteMethod
 from mcore_rl.data.batch import MODEL_INPUTS, Batch, Column, Samples
-from mcore_rl.engine.worker import ModelWorker, apply
+from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from mcore_rl.observability.warnings import StepWarnings
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import check_gaps
@@ -197,7 +197,7 @@ class Actor:
         check_gaps(gaps, trainer, step)
         samples = training.samples.union(scores)
         columns = samples.select(*(name for name in samples.names if name in SCORE_COLUMNS))
-        score_metrics = apply(
+        score_metrics = apply_on_rank_zero(
             self.workers, compute_score_metrics, columns, algorithm, trainer, step
         )
         rows = [*range(len(training.selected))]
@@ -211,7 +211,9 @@ class Actor:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        return apply(self.workers, function, select_small_columns(batch), *args, **kwargs)
+        return apply_on_rank_zero(
+            self.workers, function, select_small_columns(batch), *args, **kwargs
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,7 @@ class Critic:
         mask_columns = batch.select(
             *(n for n in (*TRAJECTORY_COLUMNS, "response_mask") if n in batch)
         )
-        weighted, counts = apply(
+        weighted, counts = apply_on_rank_zero(
             self.workers,
             map_mini_batches,
             mask_columns,
@@ -308,9 +310,8 @@ class RewardModel:
         if not len(batch):
             return batch, {}
         self.devices.use("reward_model")
-        scores = self.workers.call(ModelWorker.compute_scores, batch.select_inputs()).array(
-            "scores"
-        )
+        scored = self.workers.call(ModelWorker.compute_scores, batch.select_inputs())
+        scores = scored.array("scores")
         rewards, weight = batch.array("rewards"), np.float32(self.weight)
         is_failed = batch.array("reward_errors") != "" if "reward_errors" in batch else np.False_
         batch = batch.with_columns(
@@ -343,9 +344,7 @@ class Teachers:
         rows = {name: list(range(len(batch))) for name in names}
         if column:
             rows = {n: np.flatnonzero(batch.array("teacher") == n).tolist() for n in names}
-        parts: list[Samples] = [
-            self._score(name, batch, rows[name]) for name in names if rows[name]
-        ]
+        parts = [self._score(name, batch, rows[name]) for name in names if rows[name]]
         if column:
             order = np.argsort(np.concatenate([rows[name] for name in names if rows[name]]))
             return batch.union(concat_batches(parts).take(order.tolist())), {}
@@ -354,7 +353,7 @@ class Teachers:
         columns = batch.select("response_ids")
         for number, part in enumerate(parts):
             columns = columns.union(part.rename_columns(**{n: f"{n}.{number}" for n in part.names}))
-        merged = apply(self.actor, merge_teacher_columns, columns, len(parts))
+        merged = apply_on_rank_zero(self.actor, merge_teacher_columns, columns, len(parts))
         return batch.union(merged), {}
 
     def _score(self, name: str, batch: Samples, rows: list[int]) -> Samples:
@@ -367,7 +366,7 @@ class Teachers:
             batch.select_inputs().take(rows),
             temperature=self.config.rollout.temperature,
         )
-        columns: Samples = apply(
+        columns: Samples = apply_on_rank_zero(
             workers, build_teacher_columns, select_small_columns(scored), weight, has_top
         )
         return columns
@@ -407,9 +406,8 @@ def _take_steps(
     """Take an optimizer step on each of these lists of rows, in one call; return their metrics."""
     rows, sizes = [row for part in mini_batches for row in part], [*map(len, mini_batches)]
     # Every data-parallel rank reports the metrics of all of them.
-    return workers.call(ModelWorker.update, batch.take(rows), sizes=sizes, temperature=temperature)[
-        0
-    ]
+    batch = batch.take(rows)
+    return workers.call(ModelWorker.update, batch, sizes=sizes, temperature=temperature)[0]
 
 
 def _merge_steps(

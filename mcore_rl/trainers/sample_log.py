@@ -24,7 +24,7 @@ from mcore_rl.data.sample_tables import (
     write_table,
 )
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.engine.worker import apply
+from mcore_rl.engine.worker import apply_on_rank_zero
 from mcore_rl.observability.console import show_line
 from mcore_rl.observability.warnings import warn
 
@@ -97,7 +97,9 @@ class SampleLog:
         else:
             columns = batch.drop_columns(*list_expert_columns(batch))
             source = self._tokenizer.name_or_path
-            error_text, lines = apply(self._workers, _load_write_and_show, columns, source, *args)
+            error_text, lines = apply_on_rank_zero(
+                self._workers, _load_write_and_show, columns, source, *args
+            )
         if refused := refused or error_text:
             warn(f"{path} cannot be written: {refused}; the run goes on")
         return lines

@@ -31,7 +31,7 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.routed_experts import EXPERTS, list_expert_columns
 from mcore_rl.data.tokenizer import load_tokenizer
-from mcore_rl.engine.worker import ModelWorker, apply
+from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, get_device_resource, list_replayed_experts
@@ -269,8 +269,10 @@ def test_an_update_takes_them_too_and_a_dropped_layer_ends_the_run(run):
 
 
 def with_loss_weights(run: Run, scored: Any) -> Any:
-    batch = scored.union(apply(run.actor, add_equal_advantages, select_small_columns(scored)))
-    weights, _ = apply(
+    batch = scored.union(
+        apply_on_rank_zero(run.actor, add_equal_advantages, select_small_columns(scored))
+    )
+    weights, _ = apply_on_rank_zero(
         run.actor, add_loss_weights, select_small_columns(batch), run.config.algorithm
     )
     return batch.union(weights)

@@ -22,7 +22,7 @@ from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.routed_experts import EXPERTS, ExpertLayers, add_experts
 from mcore_rl.data.sample import RoutedExperts, Sample
-from mcore_rl.engine.worker import ModelWorker, apply
+from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from tests.unit.controller.test_data_plane import wait_until_lost
 
 pytestmark = pytest.mark.job
@@ -139,9 +139,9 @@ def test_the_driver_has_a_reference_for_a_stage_and_not_for_a_sample(made):
 
 
 def test_nobody_else_reads_them(actor, made):
-    small = apply(actor, names_of, select_small_columns(made))
+    small = apply_on_rank_zero(actor, names_of, select_small_columns(made))
     assert small and not [name for name in small if name.startswith(EXPERTS)]
-    names = apply(actor, names_of, made)
+    names = apply_on_rank_zero(actor, names_of, made)
     assert [name for name in names if name.startswith(EXPERTS)] == [f"{EXPERTS}/0"]
 
 

@@ -31,7 +31,7 @@ def test_torch_stores_keys_and_values_of_all_context_parallel_ranks(cp: int, tp:
 
 
 def test_each_rank_has_a_key_head_where_tp_is_larger_than_their_number() -> None:
-    """Of 64 heads and 8 key heads on 16 ranks each has four, and a key head."""
+    """Each of 16 ranks has four of 64 heads, and one of 8 key heads."""
     parts = count("Llama-3.1-70B", Layout(tp=16), "te")
     assert parts["heads"] == 2 * (2 * (4 * 128 + 128) + 128)
 
