@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -32,7 +31,7 @@ from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.weight_sync import shared_memory
 from tests.e2e import reference
-from tests.e2e.hosting import hosting
+from tests.e2e.hosting import hosting, run_module
 
 pytestmark = pytest.mark.server
 
@@ -183,13 +182,8 @@ def test_a_server_of_kimi_k2_5_has_the_dequantised_experts_of_int4(tmp_path):
 
 @pytest.mark.nightly
 def test_two_workers_with_half_of_the_experts_each_have_the_dequantised_weights(folders):
-    command = [sys.executable, "-m", __name__, str(folders[0])]
-    root = Path(__file__).parents[2]
-    done = subprocess.run(
-        command, cwd=root, capture_output=True, text=True, check=False, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    check(TokenScores(**json.loads(done.stdout.splitlines()[-1])), folders[1])
+    output = run_module(__name__, folders[0])
+    check(TokenScores(**json.loads(output.splitlines()[-1])), folders[1])
 
 
 async def print_scores(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
-from tests.e2e.hosting import hosting
+from tests.e2e.hosting import hosting, run_module
 from tests.e2e.served import MAX_TOKENS, Model, Served, tiny_families, tiny_models
 from tests.nightly import nightly
 
@@ -245,9 +246,11 @@ def test_a_server_that_records_nothing_refuses_requests_for_experts(shared_serve
 
 @pytest.mark.nightly
 def test_workers_that_share_the_experts_record_them(tmp_path):
-    if torch.distributed.is_initialized():  # of a trainer in this process: workers are its forks
-        torch.distributed.destroy_process_group()
-    with started(tmp_path, tp=2, ep=True) as served:
+    run_module(__name__, tmp_path)  # its workers are forks, of a process that has run nothing else
+
+
+def check_two_workers(folder: Path) -> None:
+    with started(folder, tp=2, ep=True) as served:
         for seed in (0, 1):
             served.take(seed)
             for completion in served.run(served.server.submit(LONG, ALL)):
@@ -260,3 +263,7 @@ def test_vllms_own_model_runner_of_the_cpu_still_reports_no_experts():
     for name in ("cpu_model_runner.py", "gpu_model_runner.py"):
         assert "aux_output_connector" not in (folder / name).read_text()
     assert "aux_output_connector" in (folder / "gpu" / "model_runner.py").read_text()
+
+
+if __name__ == "__main__":
+    check_two_workers(Path(sys.argv[1]))

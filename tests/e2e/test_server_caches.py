@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from mcore_rl.data.tokenizer import load_tokenizer
 from mcore_rl.inference.protocol import Completion, SamplingParams
 from mcore_rl.inference.vllm.server import VLLMServer
 from tests import tiny_vision
-from tests.e2e.hosting import hosting
+from tests.e2e.hosting import hosting, run_module
 from tests.e2e.test_image_server import PLACEHOLDER, score
 from tests.unit.data.test_images import draw
 
@@ -320,9 +321,11 @@ def test_pixels_are_computed_once_until_a_sleep(vision, monkeypatch):
 
 
 def test_two_workers_reuse_nothing_of_a_picture_after_an_update_in_flight(tmp_path):
-    if torch.distributed.is_initialized():  # of a trainer in this process: workers are its forks
-        torch.distributed.destroy_process_group()
-    with serve(tmp_path, tp=2) as vision:
+    run_module(__name__, tmp_path)  # its workers are forks, of a process that has run nothing else
+
+
+def check_two_workers(folder: Path) -> None:
+    with serve(folder, tp=2) as vision:
         prompt = vision.build_prompt("Tell me all about it.", [0, 1])
 
         async def work() -> list[Completion]:
@@ -335,3 +338,7 @@ def test_two_workers_reuse_nothing_of_a_picture_after_an_update_in_flight(tmp_pa
 
         [completion] = vision.run(work())
         assert vision.get_gap(1, prompt, completion, [0, 1]) < 1e-4
+
+
+if __name__ == "__main__":
+    check_two_workers(Path(sys.argv[1]))
