@@ -41,7 +41,7 @@ from mcore_rl.data.sample import Sample
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.inference.lifecycle import TRANSITIONS, Call, State
 from mcore_rl.inference.protocol import SamplingParams
-from mcore_rl.planner.roles import has_reference_model, needs_critic
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.rollout.buffer import GroupState
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import connect
@@ -51,7 +51,7 @@ from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager
-from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, shares_devices
+from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.sample_log import SampleLog
 
@@ -545,11 +545,8 @@ class Attempt:
         self.seen: Counter[str] = Counter()
         self.connected: dict[int, dict[int, FuzzServer]] = {}  # by spec and rank
         config = scenario.config
-        self.roles = ["actor"]
-        self.roles += ["reference"] * has_reference_model(config) + ["critic"] * needs_critic(
-            config
-        )
-        self.roles += ["reward_model"] * bool(config.reward_model.model_path)
+        self.plan = plan_run(config)
+        self.roles = [role.name for role in self.plan]
         self.occupancy = Occupancy(config, self.roles)
         self.models: dict[str, FuzzRanks] = {}
         self.restarts: Counter[int] = Counter()
@@ -595,7 +592,6 @@ class Attempt:
 
     def _start_models(self, stack: contextlib.ExitStack) -> DeviceSharing:
         config, timeouts = self.scenario.config, self.scenario.config.timeouts
-        shared = servers_sleep(config.placement, self.roles)
 
         def start_server(number: int) -> SimulatedGroup:
             server = FuzzServer(self, number, self.restarts[number])
@@ -609,7 +605,7 @@ class Attempt:
                 start_server,
                 config.rollout.num_servers,
                 max_restarts=config.rollout.max_restarts,
-                takes_turns=shared,
+                takes_turns=self.plan.servers_sleep,
                 timeouts=timeouts,
                 desired=self._draw_desired,
                 load_format=config.rollout.load_format,  # type: ignore[arg-type]
@@ -622,7 +618,7 @@ class Attempt:
                 role, ModelWorker, Layout(), timeouts, ranks, self.clock.schedule
             )
             gather_results([models[role].submit(ModelWorker.initialize)])
-            if shares_devices(config.placement, role, self.roles):
+            if self.plan.takes_turns(role):
                 models[role].call(ModelWorker.to, "host")
         gather_results(servers.submit_prepare())
         gather_results(servers.submit_start())

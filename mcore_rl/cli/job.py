@@ -240,7 +240,7 @@ def _dry_run(config: RLConfig | TrainConfig, options: argparse.Namespace) -> Non
         check_at_least("--gpus-per-node", options.gpus_per_node, 1)
     if options.num_nodes is not None:
         check_at_least("--num-nodes", options.num_nodes, 1)
-    from mcore_rl.jobs import dry_run
+    from mcore_rl.planner import dry_run
 
     cluster = {
         "gpus_per_node": options.gpus_per_node,
@@ -269,9 +269,9 @@ def _run_train(config: TrainConfig) -> None:
 
 
 def _dry_run_eval(config: EvalConfig, options: argparse.Namespace) -> None:
-    from mcore_rl.jobs.evaluate import dry_run
+    from mcore_rl.planner.dry_run import dry_run_evaluation
 
-    dry_run(config)
+    dry_run_evaluation(config)
 
 
 def _run_eval(config: EvalConfig) -> None:

@@ -85,7 +85,7 @@ def _plan_memory(options: argparse.Namespace) -> int:
         options.gpus_per_node,
     )
     config = plan_time.compose_job(options)
-    from mcore_rl.jobs.memory_check import check_memory, prepare_plan
+    from mcore_rl.planner.memory_check import check_memory, prepare_plan
 
     with prepare_plan(config, lane) as (prepared, model):
         # CUDA graphs are planned by rollout.engine.

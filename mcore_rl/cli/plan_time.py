@@ -122,9 +122,9 @@ def run_step(options: argparse.Namespace) -> int:
 def run_layout(options: argparse.Namespace) -> int:
     options.job = "rl"
     config = compose_job(options)
-    from mcore_rl.jobs.memory_check import check_settings
     from mcore_rl.planner.hardware import load_hardware
     from mcore_rl.planner.layout import search_layouts
+    from mcore_rl.planner.memory_check import check_settings
 
     hardware = load_hardware(options.hardware)
     with prepare_job(config, hardware, checks_layout=False) as (prepared, model):
@@ -194,7 +194,7 @@ def prepare_job(
     Args:
         checks_layout: False if the layouts of the settings are replaced.
     """
-    from mcore_rl.jobs.memory_check import prepare_plan
+    from mcore_rl.planner.memory_check import prepare_plan
 
     with prepare_plan(config, hardware.device, checks_layout=checks_layout) as (prepared, model):
         # Planned as model.dtype, which it is trained in.
@@ -235,15 +235,17 @@ def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) 
 def count_sync_bytes(config: RLConfig, model: HFConfig, hardware: Hardware) -> float | None:
     """Return the most bytes into or out of a device in a weight sync; None without a plan."""
     from mcore_rl.inference.registry import load_server_class
-    from mcore_rl.jobs.dry_run import compute_sync_traffic
+    from mcore_rl.jobs.run_plan import plan_run
     from mcore_rl.models.base import get_family
+    from mcore_rl.planner.cluster import compute_sync_traffic
 
     weight_format = load_server_class(config.rollout).features.weight_format
     if config.weight_sync.method == "full_export" or (
         weight_format == "vllm" and get_family(model).vllm_weights is None
     ):
         return None
-    traffic = compute_sync_traffic(config, model, hardware.devices_per_node)
+    plan = plan_run(config)
+    traffic = compute_sync_traffic(config, plan, model, hardware.devices_per_node)
     return float(max(traffic.most_received, traffic.most_sent))
 
 

@@ -11,6 +11,8 @@ from mcore_rl.config.import_path import is_import_path, load_user_class
 from mcore_rl.config.schema import RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import GenerationServer, ServerFeatures, ServerSpec
 
+# Of `vllm serve` on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2935).
+DEFAULT_MAX_SEQS, DEFAULT_BATCHED_TOKENS = 1024, 8192
 # Imported on use: a run with servers of a user's own needs no vLLM.
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {

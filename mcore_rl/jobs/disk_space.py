@@ -20,9 +20,9 @@ from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs.convert.plan import format_bytes
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.run_plan import CRITIC, WARM_START, Role, RunPlan
 from mcore_rl.models.base import get_family, pad_vocab_size, read_config
 from mcore_rl.models.heads import build_value_config, map_value_weights
-from mcore_rl.planner.roles import needs_critic
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
 from mcore_rl.trainers.checkpointing import CHECKPOINTS, HF
 
@@ -41,12 +41,11 @@ def compute_weight_bytes(config: RLConfig | TrainConfig) -> int:
     return _sum_bytes(weights, config.model.dtype) + frozen
 
 
-def compute_critic_bytes(config: RLConfig) -> int:
+def compute_critic_bytes(critic: Role) -> int:
     """Return the size of the value model's weights in model.dtype."""
-    initial_config = read_config(config.critic.model_path or config.model.path)
-    hf_config = build_value_config(initial_config)
+    hf_config = build_value_config(read_config(critic.path))
     weights = map_value_weights(hf_config, pad_vocab_size(hf_config, 1))
-    return _sum_bytes(weights, config.model.dtype)
+    return _sum_bytes(weights, critic.spec.model.dtype)
 
 
 def _sum_bytes(weights: Sequence[Weight], dtype: str) -> int:
@@ -58,13 +57,13 @@ def _sum_bytes(weights: Sequence[Weight], dtype: str) -> int:
     )
 
 
-def check_disk_space(config: RLConfig, folder: Path, done: int = 0) -> None:
+def check_disk_space(config: RLConfig, plan: RunPlan, folder: Path, done: int = 0) -> None:
     """Raise ConfigError if the disk of `folder` has too little space for an RL run.
 
     `done` is the step that the run resumes after.
     """
     copies = {"the checkpoint": 1}
-    if config.warm_start.num_steps:
+    if WARM_START in plan:
         copies["the warm start's"] = 1
     if config.weight_sync.method == "full_export":
         copies["weights exported for the servers"] = 1
@@ -73,9 +72,9 @@ def check_disk_space(config: RLConfig, folder: Path, done: int = 0) -> None:
     if config.trainer.save_every:
         checkpoints = compute_checkpoint_bytes(config, config.actor, size, folder)
         sizes["training checkpoints"] = checkpoints
-        if needs_critic(config):
-            critic_size = compute_critic_bytes(config)
-            checkpoints = compute_checkpoint_bytes(config, config.critic, critic_size, folder)
+        if critic := plan.find(CRITIC):
+            critic_size = compute_critic_bytes(critic)
+            checkpoints = compute_checkpoint_bytes(config, critic.spec.engine, critic_size, folder)
             sizes["training checkpoints of the critic"] = checkpoints
     sizes |= compute_export_bytes(config, size, folder, done)
     require_disk_space(config.output_dir, folder, sizes)

@@ -35,8 +35,7 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.inference.registry import check_server_settings
-from mcore_rl.jobs.dry_run import print_lines, print_role
+from mcore_rl.inference.registry import DEFAULT_MAX_SEQS, check_server_settings
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
     LOGS,
@@ -45,7 +44,6 @@ from mcore_rl.jobs.output import (
     TRACES,
     find_model_folder,
     get_log_dir,
-    inspect_run_dir,
     lock_run_dir,
     open_job_scope,
     read_chat_date,
@@ -55,14 +53,13 @@ from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, lis
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.rl import build_server_pool, open_session
+from mcore_rl.jobs.run_plan import RunPlan, plan_evaluation
 from mcore_rl.models.base import get_field, read_config, use_family
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.observability.console import StepProgress, get_stdout_console, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time, list_versions
 from mcore_rl.observability.warnings import warn
-from mcore_rl.planner.roles import plan_roles
-from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.rewards.manager import RewardManager, check_columns, check_judge_models
 from mcore_rl.rewards.registry import FindAnswer, get_answer_finder
 from mcore_rl.rollout.manager import RolloutPool
@@ -81,11 +78,12 @@ _SETS_PER_TABLE = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _Inputs:
+class EvaluationInputs:
     """The checked inputs of an evaluation."""
 
     config: EvalConfig
     run: RLConfig  # settings of an RL run with the same servers
+    plan: RunPlan
     tokenizer: Any
     sets: dict[str, PromptDataset]
     find_answer: FindAnswer | None  # for majority votes
@@ -119,8 +117,8 @@ def run(config: EvalConfig) -> None:
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
-            inputs = _check_inputs(config)
-            done = _find_done_sets(inputs, run_lock.folder)
+            inputs = check_evaluation(config)
+            done = find_done_sets(inputs, run_lock.folder)
         metrics = {name: compute_metrics(samples, config.ks) for name, samples in done.items()}
         if metrics.keys() < inputs.sets.keys():
             (run_lock.folder / SUMMARY).unlink(missing_ok=True)
@@ -138,11 +136,11 @@ def run(config: EvalConfig) -> None:
         }
         _write_file(run_lock.folder / SUMMARY, summary)
         print_table(metrics)
-        _print_majority_note(inputs)
+        print_majority_note(inputs)
         print(f"{wall_s:.0f} s, in {run_lock.folder}")
 
 
-def _find_done_sets(inputs: _Inputs, folder: Path) -> dict[str, SetSamples]:
+def find_done_sets(inputs: EvaluationInputs, folder: Path) -> dict[str, SetSamples]:
     """Return the complete samples that an earlier run of this evaluation left, by set."""
     num_prompts = {name: inputs.count_prompts(name) for name in inputs.sets}
     done = read_done_sets(inputs.config, inputs.run, folder, num_prompts, inputs.digests)
@@ -152,13 +150,12 @@ def _find_done_sets(inputs: _Inputs, folder: Path) -> dict[str, SetSamples]:
 
 
 def _evaluate_sets(
-    inputs: _Inputs, done: Collection[str], folder: Path, scratch_dir: Path
+    inputs: EvaluationInputs, done: Collection[str], folder: Path, scratch_dir: Path
 ) -> dict[str, Metrics]:
     """Start servers and evaluate the sets that are not done; return their metrics by set."""
     config, logs = inputs.config, get_log_dir(folder)
-    num_devices = config.rollout.num_servers * config.rollout.num_workers
     with (
-        open_session(inputs.run, num_devices, scratch_dir),
+        open_session(inputs.run, inputs.plan.num_devices, scratch_dir),
         summarize_failure(logs / TRACES),
         _start_servers(inputs, logs) as pool,
     ):
@@ -170,35 +167,7 @@ def _evaluate_sets(
         return {name: _evaluate_set(name, inputs, pool, folder / SAMPLES) for name in pending}
 
 
-def dry_run(config: EvalConfig, console: Console | None = None) -> None:
-    """Make all checks that an evaluation makes before it starts, then print what it would start.
-
-    Raises:
-        ConfigError: The job would be refused, for the same reason.
-    """
-    console = console or get_stdout_console()
-    resolve_eval(config)
-    config = fetch_inputs(config)
-    use_family(config.model.family or TRANSFORMERS)  # it is only served
-    folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
-    with show_waiting("checking the inputs"):
-        inputs = _check_inputs(config)
-        if not refusal:
-            _find_done_sets(inputs, folder)
-    n = config.rollout.n
-    print_lines(console, f"model: {inputs.run.model.path}")
-    for name in inputs.sets:
-        prompts = inputs.count_prompts(name)
-        print_lines(console, f"data.sets.{name}: {prompts} prompts, {prompts * n} responses")
-    *_, servers = plan_roles(inputs.run, read_config(inputs.run.model.path))
-    print_role(servers, console)
-    print_lines(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
-    _print_majority_note(inputs)
-    note = "sizes are of one rank, without what libraries take; nothing was started"
-    print_lines(console, note, *refusal)
-
-
-def _check_inputs(config: EvalConfig) -> _Inputs:
+def check_evaluation(config: EvalConfig) -> EvaluationInputs:
     """Load the data sets; check model, reward and servers. Raise ConfigError if one is wrong."""
     chat_date = config.model.chat_date or read_chat_date(config.model.path)
     run = build_server_config(
@@ -207,7 +176,8 @@ def _check_inputs(config: EvalConfig) -> _Inputs:
     RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judge_models(config.reward, ())
     check_server_settings(run.rollout, device=detect_lane())
-    check_model(run, is_trained=False)
+    plan = plan_evaluation(run)
+    check_model(run, plan)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
     images = load_row_images(run.data, run.model.path, config.output_dir, config.rollout.max_images)
@@ -218,7 +188,7 @@ def _check_inputs(config: EvalConfig) -> _Inputs:
     for prompts in sets.values():
         check_columns(config.reward, prompts[0].fields)
     _warn_about_short_sets(config, sets)
-    return _Inputs(config, run, tokenizer, sets, _get_find_answer(config), images)
+    return EvaluationInputs(config, run, plan, tokenizer, sets, _get_find_answer(config), images)
 
 
 def _warn_about_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -> None:
@@ -240,7 +210,7 @@ def _get_find_answer(config: EvalConfig) -> FindAnswer | None:
     return get_answer_finder(key, terms[name].name, terms[name].settings)
 
 
-def _print_majority_note(inputs: _Inputs) -> None:
+def print_majority_note(inputs: EvaluationInputs) -> None:
     """Print why there is no majority@k, if there is none."""
     if inputs.find_answer is None:
         reward = "a sum of terms (scoring.term='')"
@@ -251,12 +221,12 @@ def _print_majority_note(inputs: _Inputs) -> None:
 
 
 @contextmanager
-def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
+def _start_servers(inputs: EvaluationInputs, logs: Path) -> Iterator[RolloutPool]:
     """Start servers with the weights of the checkpoint."""
-    config = inputs.run
+    config, plan = inputs.run, inputs.plan
     with (
-        Pools(config, get_device_resource(), logs) as pools,
-        build_server_pool(config, pools) as servers,
+        Pools(plan, get_device_resource(), config.timeouts, logs) as pools,
+        build_server_pool(config, plan, pools) as servers,
     ):
         with show_waiting("starting the servers"):
             wait_until_built(servers.groups)
@@ -268,7 +238,7 @@ def _start_servers(inputs: _Inputs, logs: Path) -> Iterator[RolloutPool]:
         yield RolloutPool(servers, config.rollout, config.seed)
 
 
-def _evaluate_set(name: str, inputs: _Inputs, pool: RolloutPool, folder: Path) -> Metrics:
+def _evaluate_set(name: str, inputs: EvaluationInputs, pool: RolloutPool, folder: Path) -> Metrics:
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = build_held_out_batch(inputs.sets[name], inputs.count_prompts(name))

@@ -5,19 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.resolve_rollout import (
-    ROLE,
-    ServedModel,
-    build_models_with_servers,
-    build_served_models,
-)
-from mcore_rl.config.schema import Layout, RLConfig, RolloutConfig
+from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, TimeoutsConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.ray_session import has_gpus
 from mcore_rl.controller.resource_pool import ResourcePool
@@ -29,7 +22,9 @@ from mcore_rl.engine.base import (
     load_backend,
     use_engine_family,
 )
+from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs.remote_paths import fetch_inputs
+from mcore_rl.jobs.run_plan import REFERENCE, WARM_START, Pool, Role, RunPlan, plan_run
 from mcore_rl.models.base import (
     get_family,
     get_model_sizes,
@@ -38,13 +33,6 @@ from mcore_rl.models.base import (
 )
 from mcore_rl.parallel.devices import DEVICES, detect_device
 from mcore_rl.parallel.mesh import split_into_chunks
-from mcore_rl.planner.pools import PoolPlan, build_pool_plans
-from mcore_rl.planner.roles import (
-    build_warm_engine,
-    get_frozen_engines,
-    has_reference_model,
-    needs_critic,
-)
 from mcore_rl.rollout.server_pool import ServerPool
 
 CPU_RESOURCE = DEVICES["cpu"].ray_resource  # stands for a device on the CPU lane
@@ -61,35 +49,6 @@ def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
         f"{group.name}: " + ", ".join(f"rank {rank} on {hosts[rank]}" for rank in sorted(hosts))
         for group, hosts in zip(groups, group_hosts, strict=True)
     ]
-
-
-def list_engine_roles(config: RLConfig) -> set[str]:
-    """Return the roles of a run that have a training engine."""
-    optional = {"reference": has_reference_model(config), "critic": needs_critic(config)}
-    needed = {role for role, is_needed in optional.items() if is_needed}
-    return {"actor"} | needed | get_frozen_engines(config).keys()
-
-
-def get_engine_key(role: str) -> str:
-    """Return the name of the engine settings of a scoring role."""
-    kind, _, name = role.partition(".")
-    return f"{kind}.models.{name}" if name else kind
-
-
-def get_server_config(config: RLConfig, role: str) -> RolloutConfig | None:
-    """Return the server settings of the rollout role or of a frozen model; None for other roles."""
-    if role == "rollout":
-        return config.rollout
-    if not role.startswith(ROLE):
-        return None
-    model = build_models_with_servers(config).get(role.removeprefix(ROLE))
-    return model.servers if model else None
-
-
-def get_served_models(config: RLConfig) -> dict[str, ServedModel]:
-    """Return the frozen models of `models`; one without a path gets the policy's path."""
-    models = build_served_models(config).items()
-    return {name: replace(model, path=model.path or config.model.path) for name, model in models}
 
 
 def detect_lane() -> str:
@@ -140,20 +99,17 @@ def check_engines(config: RLConfig, device: str) -> None:
         ConfigError: A backend does not read a setting, or cannot do what it says.
     """
     images = config.data.images_column
-    check_engine_settings("actor", config.actor, "language_model", device, images_column=images)
-    if config.warm_start.num_steps:
-        _check_warm_start(config, device)
-    if needs_critic(config):
-        check_engine_settings("critic", config.critic, "value_model", device)
-    for role, engine in get_frozen_engines(config).items():
-        is_reward, key = role == "reward_model", get_engine_key(role)
-        kind, column = ("reward_model", "") if is_reward else ("language_model", images)
-        check_engine_settings(key, engine, kind, device, images_column=column)
+    for role in plan_run(config):
+        if role.name == WARM_START:
+            _check_warm_start(role.spec.engine, device)
+        elif role.name != REFERENCE:  # which has the actor's settings
+            column = images if role.model_type == "language_model" else ""
+            engine = role.spec.engine
+            check_engine_settings(role.key, engine, role.model_type, device, images_column=column)
 
 
-def _check_warm_start(config: RLConfig, device: str) -> None:
-    """Check warm_start with the backend of the actor, whose own settings have been checked."""
-    engine = build_warm_engine(config)
+def _check_warm_start(engine: EngineConfig, device: str) -> None:
+    """Check warm_start with the backend of the actor, whose own settings are checked, too."""
     backend = load_backend(engine, "actor")
     for name, value, default in list_unread_settings(engine, backend):
         raise ConfigError(
@@ -183,13 +139,20 @@ def list_replayed_experts(config: RLConfig) -> ExpertLayers | None:
     return ExpertLayers(tuple(map(tuple, stages)), fields["moe_router_topk"])
 
 
+def build_rank_environment(role: Role) -> dict[str, str]:
+    """Return the variables to start the process of a rank with."""
+    return load_backend(role.spec.engine).build_rank_environment(role.layout, detect_lane())
+
+
 class Pools:
     """The pools of a run, opened when the first of their roles is started. A context manager."""
 
-    def __init__(self, config: RLConfig, resource: str, log_dir: Path) -> None:
+    def __init__(
+        self, plan: RunPlan, resource: str, timeouts: TimeoutsConfig, log_dir: Path
+    ) -> None:
         """`resource` is Ray's name of a device."""
-        self._config, self._resource, self._log_dir = config, resource, log_dir
-        self._plans = build_pool_plans(config)
+        self._plan, self._resource = plan, resource
+        self._timeouts, self._log_dir = timeouts, log_dir
         self._open: dict[str, ResourcePool] = {}
         self._stack = contextlib.ExitStack()
 
@@ -204,15 +167,32 @@ class Pools:
 
         Ray shows a rank the GPU of its first bundle only; servers on shared pools have several.
         """
-        plan = self._find_plan(role)[1]
-        stride = self._count_bundles_per_rank(role, plan)
+        stride = self._count_bundles_per_rank(role)
         if self._resource == CPU_RESOURCE or stride == 1:
             return ()
-        gpu_ids = self._open_pool(role).get_gpu_ids(
-            1 / len(plan.roles), self._config.timeouts.start_s
-        )
+        pool = self._plan.get_pool(role)
+        gpu_ids = self._open_pool(pool).get_gpu_ids(1 / len(pool.roles), self._timeouts.start_s)
         return tuple(
             ",".join(gpu_ids[start : start + stride]) for start in range(0, len(gpu_ids), stride)
+        )
+
+    def start(self, role: Role, *, wait: bool = True) -> WorkerGroup:
+        """Start the ranks of a training engine, which is not initialized yet.
+
+        The caller closes the group.
+
+        Args:
+            wait: Wait until the workers are built.
+        """
+        return self.group(
+            role.name,
+            ModelWorker,
+            role.build_worker_arguments(),
+            role.layout,
+            name=role.name,
+            threads_per_rank=role.spec.engine.threads_per_rank,
+            env=build_rank_environment(role),
+            wait=wait,
         )
 
     def group(
@@ -232,38 +212,35 @@ class Pools:
         Raises:
             ConfigError: The cluster does not provide the devices.
         """
-        _, plan = self._find_plan(role)
+        pool, bundles_per_rank = self._plan.get_pool(role), self._count_bundles_per_rank(role)
         return WorkerGroup(
             worker,
             init_args=args,
             layout=layout,
-            pool=self._open_pool(role),
-            timeouts=self._config.timeouts,
-            share=1 / len(plan.roles),
-            bundles_per_rank=self._count_bundles_per_rank(role, plan),
-            first_bundle=first_rank * self._count_bundles_per_rank(role, plan),
+            pool=self._open_pool(pool),
+            timeouts=self._timeouts,
+            share=1 / len(pool.roles),
+            bundles_per_rank=bundles_per_rank,
+            first_bundle=first_rank * bundles_per_rank,
             **options,
         )
 
-    def _find_plan(self, role: str) -> tuple[str, PoolPlan]:
-        """Return name and plan of the pool of a role."""
-        return next((n, plan) for n, plan in self._plans.items() if role in plan.roles)
-
-    def _count_bundles_per_rank(self, role: str, plan: PoolPlan) -> int:
+    def _count_bundles_per_rank(self, role: str) -> int:
         """Return the bundles of a rank: on a shared pool, those of a server on one node."""
-        is_spread = role == "rollout" and plan.roles != ("rollout",)
-        return self._config.rollout.workers_per_node if is_spread else 1
+        servers = self._plan.find_servers(role)
+        if servers is None or not self._plan.takes_turns(role):
+            return 1
+        return servers.settings.workers_per_node
 
-    def _open_pool(self, role: str) -> ResourcePool:
-        """Return the pool of a role; request it from Ray if it is not open yet."""
-        name, plan = self._find_plan(role)
-        if name not in self._open:
-            self._open[name] = self._stack.enter_context(
+    def _open_pool(self, pool: Pool) -> ResourcePool:
+        """Return the devices of a pool; request them from Ray if it is not open yet."""
+        if pool.name not in self._open:
+            self._open[pool.name] = self._stack.enter_context(
                 ResourcePool(
-                    plan.num_bundles,
-                    {self._resource: plan.devices_per_bundle},
-                    timeout_s=self._config.timeouts.start_s,
+                    pool.num_bundles,
+                    {self._resource: pool.devices_per_bundle},
+                    timeout_s=self._timeouts.start_s,
                     log_dir=self._log_dir,
                 )
             )
-        return self._open[name]
+        return self._open[pool.name]

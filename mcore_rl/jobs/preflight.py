@@ -18,14 +18,10 @@ from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.checkpoint.peft import check_adapter, get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import get_loop, list_test_files, list_train_files
+from mcore_rl.config.resolve import list_test_files, list_train_files
 from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.resolve_engine import resolve_schedule
-from mcore_rl.config.resolve_rollout import (
-    build_models_with_servers,
-    build_served_models,
-    list_reward_terms,
-)
+from mcore_rl.config.resolve_rollout import list_reward_terms
 from mcore_rl.config.schema import MoEConfig, RewardConfig, RLConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
@@ -48,13 +44,9 @@ from mcore_rl.data.tokenizer import (
 from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
 from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
-from mcore_rl.jobs.placement import (
-    detect_lane,
-    get_engine_key,
-    get_served_models,
-    list_engine_roles,
-)
+from mcore_rl.jobs.placement import detect_lane
 from mcore_rl.jobs.quantization_preflight import check_quantization
+from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REWARD_MODEL, WARM_START, Role, RunPlan
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
@@ -69,13 +61,6 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.planner.roles import (
-    build_warm_engine,
-    count_actor_steps,
-    get_frozen_engines,
-    get_frozen_paths,
-    needs_critic,
-)
 from mcore_rl.reshard.rules import list_logical_tensors, parse_slice
 from mcore_rl.rewards.manager import (
     RewardManager,
@@ -84,7 +69,6 @@ from mcore_rl.rewards.manager import (
     check_judge_models,
 )
 from mcore_rl.rewards.registry import get_parts
-from mcore_rl.trainers.device_sharing import servers_sleep
 from mcore_rl.trainers.policy_loss import check_functions, check_greedy
 from mcore_rl.weight_sync.shared_memory import check_allocator
 from mcore_rl.weight_sync.transport import check_transport
@@ -110,53 +94,49 @@ class Inputs:
     images: RowImages | None = None  # reader of the images of data rows
 
 
-def check_inputs(config: RLConfig) -> Inputs:
+def check_inputs(config: RLConfig, plan: RunPlan) -> Inputs:
     """Load the data; check models, layouts and names.
 
     Raises:
         ConfigError: An input or a setting is wrong.
     """
-    _check_choices(config)
-    _check_weights(config)
-    return _load_data(config)
+    _check_choices(config, plan)
+    _check_weights(config, plan)
+    return _load_data(config, plan)
 
 
-def _check_weights(config: RLConfig) -> None:
-    check_model(config)
-    _check_frozen_models(config)
-    _check_served_models(config)
+def _check_weights(config: RLConfig, plan: RunPlan) -> None:
+    check_model(config, plan)
+    _check_frozen_models(config, plan)
+    _check_served_models(config, plan)
 
 
-def check_model(config: RLConfig, *, is_trained: bool = True) -> None:
-    """Check the layouts and the weights of the model.
-
-    Args:
-        is_trained: Whether an engine trains it. Else it is only served.
-    """
-    check_layouts(config, is_trained=is_trained)
+def check_model(config: RLConfig, plan: RunPlan) -> None:
+    """Check the layouts and the weights of the policy, which may only be served."""
+    check_layouts(config, plan)
     reader = CheckpointReader(config.model.path)
     hf_config = reader.read_config()  # without MTP layers if the weights have none
-    if is_trained:
+    if ACTOR in plan:
         load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
     weights = get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1))
     reader.check(list_logical_tensors(weights))
 
 
-def check_existing_inputs(config: RLConfig) -> Inputs | None:
+def check_existing_inputs(config: RLConfig, plan: RunPlan) -> Inputs | None:
     """Check the inputs for a dry run, where weights, tokenizer and data may be missing.
 
     Returns:
         The inputs; None without a tokenizer or with an unset data source. Data files that are set
         are then only opened.
     """
-    _check_choices(config)
+    _check_choices(config, plan)
     if has_weights(config):
-        _check_weights(config)
+        _check_weights(config, plan)
     else:
-        check_layouts(config)
+        check_layouts(config, plan)
     has_files = has_weights(config) or has_tokenizer(config.model.path)
     if has_files and not list_unset_data(config):
-        return _load_data(config)
+        return _load_data(config, plan)
     for setting, name in _list_data_files(config).items():
         if name:
             open_rows(name, setting)
@@ -196,17 +176,17 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
     )
 
 
-def _check_choices(config: RLConfig) -> None:
+def _check_choices(config: RLConfig, plan: RunPlan) -> None:
     """Check the functions, backends and parts that settings name: what needs no model."""
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
-    check_servers(config)
+    check_servers(config, plan)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
     lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
     RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
-    check_judge_models(config.reward, build_served_models(config))
+    check_judge_models(config.reward, plan.models)
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated":
         check_transport(config.weight_sync.transport)
@@ -214,20 +194,21 @@ def _check_choices(config: RLConfig) -> None:
         check_allocator()
 
 
-def check_servers(config: RLConfig) -> None:
+def check_servers(config: RLConfig, plan: RunPlan) -> None:
     """Check what the run needs of its servers against the features of their backends."""
     device = detect_lane()
-    for name, model in build_models_with_servers(config).items():
-        check_server_settings(model.servers, f"models.{name}", device=device)
+    for name, model in plan.models.items():
+        if not model.adapter:
+            check_server_settings(model.servers, f"models.{name}", device=device)
     features = check_server_settings(config.rollout, device=device)
     servers = f"servers of rollout.backend={config.rollout.backend!r}"
-    if not features.sleep and servers_sleep(config.placement, list_engine_roles(config)):
+    if not features.sleep and plan.servers_sleep:
         raise ConfigError(
             f"placement.rollout={config.placement.rollout!r}: {servers} cannot sleep while other "
             "roles use their devices; allowed: 'own', with weight_sync.method='disaggregated' or "
             "'full_export'"
         )
-    if not features.updates_in_flight and get_loop(config.trainer) == "fully_async":
+    if not features.updates_in_flight and plan.loop == "fully_async":
         raise ConfigError(
             f"trainer.mode={config.trainer.mode!r}: {servers} take no weights while they generate; "
             "allowed: 'sync', 'one_step_off'"
@@ -262,15 +243,15 @@ def _list_data_files(config: RLConfig) -> dict[str, str]:
     return files
 
 
-def _load_data(config: RLConfig) -> Inputs:
+def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
     """Load tokenizer and data; check them against the model, the reward and the agent loop."""
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
     if config.agent.loop != "single_turn":
         from mcore_rl.agents.runner import check_agent, try_out  # imports HTTP clients
 
-        models, stop_ids = build_served_models(config), read_stop_ids(config.model.path)
-        check_agent(config.agent, tokenizer, models, stop_ids)
+        stop_ids = read_stop_ids(config.model.path)
+        check_agent(config.agent, tokenizer, plan.models, stop_ids)
     images = load_row_images(
         config.data, config.model.path, config.output_dir, config.rollout.max_images
     )
@@ -354,14 +335,10 @@ def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> No
         raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
-def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
-    """Check the settings that depend on the config.json of models alone; return the policy's.
-
-    Args:
-        is_trained: See `check_model`.
-    """
+def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
+    """Check the settings that depend on the config.json of models alone; return the policy's."""
     hf_config = read_checkpoint_config(config.model.path)
-    if is_trained:
+    if ACTOR in plan:
         load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
     load_server_class(config.rollout).check_model(
         config.rollout,
@@ -370,20 +347,20 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
         detect_lane(),
         records_experts=config.actor.moe.router_replay == "rollout",
     )
-    if config.warm_start.num_steps:
-        warm = replace(build_warm_engine(config), moe=MoEConfig())
+    if role := plan.find(WARM_START):
+        warm = replace(role.spec.engine, moe=MoEConfig())
         load_backend(warm, "actor").check_model("warm_start", warm, hf_config)
-    if needs_critic(config):
-        _check_critic(config, hf_config)
-    _check_frozen_layouts(config)
-    _check_served_layouts(config)
+    if critic := plan.find(CRITIC):
+        _check_critic(config, critic, plan[ACTOR], hf_config)
+    _check_frozen_layouts(config, plan)
+    _check_served_layouts(config, plan)
     if config.rollout.lora == "adapter":
         _check_adapters(config, hf_config)
     if config.weight_sync.method != "full_export":
         _check_stacked_experts(config, hf_config)
     if config.rollout.quantization is not None:
-        check_quantization(config, hf_config, is_trained=is_trained)
-    _check_rollout_cache(config, hf_config)
+        check_quantization(config, hf_config, is_trained=ACTOR in plan)
+    _check_rollout_cache(config, plan, hf_config)
     _check_lengths(config)
     return hf_config
 
@@ -423,22 +400,21 @@ def _check_stacked_experts(config: RLConfig, hf_config: HFConfig) -> None:
             )
 
 
-def _check_critic(config: RLConfig, actor: HFConfig) -> None:
-    critic, steps = config.critic, config.trainer.num_steps * config.algorithm.num_mini_batches
-    path = critic.model_path
-    initial_config = read_checkpoint_config(path, "critic.model_path") if path else actor
+def _check_critic(config: RLConfig, role: Role, actor: Role, policy: HFConfig) -> None:
+    critic, path = config.critic, config.critic.model_path
+    initial_config = read_checkpoint_config(path, "critic.model_path") if path else policy
     load_backend(critic, "critic").check_model("critic", critic, build_value_config(initial_config))
-    resolve_schedule("critic.optimizer", critic.optimizer, steps)
-    resolve_schedule("actor.optimizer", config.actor.optimizer, count_actor_steps(config))
+    resolve_schedule("critic.optimizer", critic.optimizer, role.spec.total_steps)
+    resolve_schedule("actor.optimizer", config.actor.optimizer, actor.spec.total_steps)
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 
-def _check_rollout_cache(config: RLConfig, hf_config: HFConfig) -> None:
+def _check_rollout_cache(config: RLConfig, plan: RunPlan, hf_config: HFConfig) -> None:
     """Check that the KV cache holds one sequence, of the policy or of an adapter beside it."""
     response = f"data.max_prompt_tokens + {_get_response_setting(config)}"
     lengths = {response: config.max_sequence_tokens} | {
         f"models.{name}.max_context": model.max_context
-        for name, model in build_served_models(config).items()
+        for name, model in plan.models.items()
         if model.adapter
     }
     setting, num_tokens = max(lengths.items(), key=lambda item: item[1])
@@ -512,32 +488,32 @@ def _load_examples(
 # The frozen models that score: reward model and teachers
 
 
-def _check_frozen_layouts(config: RLConfig) -> None:
+def _check_frozen_layouts(config: RLConfig, plan: RunPlan) -> None:
     """Check the settings that depend on each config.json alone."""
-    for role, path in get_frozen_paths(config).items():
-        key, engine = get_engine_key(role), get_frozen_engines(config)[role]
-        hf_config = _read_frozen_config(config, role, path)
-        load_backend(engine, key).check_model(key, engine, hf_config)
+    for role in filter(Role.is_scoring, plan):
+        engine = role.spec.engine
+        hf_config = _read_frozen_config(config, role)
+        load_backend(engine, role.key).check_model(role.key, engine, hf_config)
 
 
-def _check_frozen_models(config: RLConfig) -> None:
+def _check_frozen_models(config: RLConfig, plan: RunPlan) -> None:
     """Check weights, tokenizers and the teacher of each prompt."""
-    for role, path in get_frozen_paths(config).items():
-        hf_config = _read_frozen_config(config, role, path)
-        reader = CheckpointReader(path, _get_path_setting(role))
+    for role in filter(Role.is_scoring, plan):
+        hf_config = _read_frozen_config(config, role)
+        reader = CheckpointReader(role.path, role.path_setting)
         reader.check(
             list_logical_tensors(map_model_weights(hf_config, pad_vocab_size(hf_config, 1)))
         )
-        _check_frozen_tokenizer(config, role, path)
+        _check_frozen_tokenizer(config, role)
     _check_teacher_column(config)
 
 
-def _read_frozen_config(config: RLConfig, role: str, path: str) -> HFConfig:
+def _read_frozen_config(config: RLConfig, role: Role) -> HFConfig:
     """Read the config.json of a role; check that it is the kind of model that the role needs."""
-    setting = _get_path_setting(role)
+    path, setting = role.path, role.path_setting
     hf_config = read_checkpoint_config(path, setting)
     kind = get_value_head_suffix(hf_config)
-    if role == "reward_model":
+    if role.name == REWARD_MODEL:
         if kind != SEQUENCE:
             raise ConfigError(
                 f"{setting}={path!r} is of {hf_config.get('architectures')}; allowed: a reward "
@@ -564,11 +540,11 @@ def _read_frozen_config(config: RLConfig, role: str, path: str) -> HFConfig:
     return hf_config
 
 
-def _check_frozen_tokenizer(config: RLConfig, role: str, path: str) -> None:
+def _check_frozen_tokenizer(config: RLConfig, role: Role) -> None:
     """Check that a role has the vocabulary of the policy, whose token ids it reads."""
+    path, setting = role.path, role.path_setting
     if path == config.model.path:
         return
-    setting = _get_path_setting(role)
     if not has_tokenizer(path):
         raise ConfigError(f"{setting}={path!r} has no tokenizer to compare with the policy's")
     policy_vocab, vocab = (read_tokenizer(p).get_vocab() for p in (config.model.path, path))
@@ -591,17 +567,12 @@ def _check_teacher_column(config: RLConfig) -> None:
                 raise column.build_error(row, teacher, f"one of: {', '.join(names)}")
 
 
-def _get_path_setting(role: str) -> str:
-    """Return the setting with the path of a frozen role."""
-    return f"{get_engine_key(role)}.model_path"
-
-
 # The frozen models with servers (`models`)
 
 
-def _check_served_layouts(config: RLConfig) -> None:
+def _check_served_layouts(config: RLConfig, plan: RunPlan) -> None:
     """Check the settings that depend on each config.json alone."""
-    for name, model in get_served_models(config).items():
+    for name, model in plan.models.items():
         key, servers = f"models.{name}", model.servers
         hf_config = read_checkpoint_config(model.path, f"{key}.path")
         if get_value_head_suffix(hf_config):
@@ -625,15 +596,15 @@ def _check_served_layouts(config: RLConfig) -> None:
         _check_kv_cache(key, servers, config, hf_config, model.max_context, conversation)
 
 
-def _check_served_models(config: RLConfig) -> None:
+def _check_served_models(config: RLConfig, plan: RunPlan) -> None:
     """Check weights, tokenizers and chat templates.
 
     A model without a path starts from the policy after the warm start, whose weights are checked
     with the policy.
     """
-    for name, model in get_served_models(config).items():
+    for name, model in plan.models.items():
         key, hf_config = f"models.{name}", read_config(model.path)
-        if build_served_models(config)[name].path:
+        if model.path != config.model.path:
             reader = CheckpointReader(model.path, f"{key}.path")
             weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
             reader.check(list_logical_tensors(weights))

@@ -10,7 +10,6 @@ from typing import Protocol
 
 from mcore_rl.checkpoint.files import ComputeChecksums, compute_checksums
 from mcore_rl.checkpoint.run_checkpoints import (
-    CRITIC,
     RunCheckpoint,
     find_newest_checkpoint,
     list_steps,
@@ -27,11 +26,10 @@ from mcore_rl.controller.ray_nodes import create_checksum_reader
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
+from mcore_rl.jobs.run_plan import CRITIC, WARM_START, RunPlan
 from mcore_rl.observability.warnings import warn
-from mcore_rl.planner.roles import needs_critic
 from mcore_rl.trainers.checkpointing import CHECKPOINTS, DATA
 
-WARM_START = "warm_start"  # folder of the weights after the warm start
 # Sections that decide the first weights, and the order of the prompts.
 _FIXED_SECTIONS = ("seed", "task", "model", "data", WARM_START)
 # Settings that decide the age of samples, and the format of checkpoints.
@@ -114,9 +112,14 @@ def prepare_settings(config: RLConfig, folder: Path, checkpoint: RunCheckpoint |
         path = checkpoint.made_in / WARM_START
         if not path.is_dir():
             raise ConfigError(f"{path} is missing: {checkpoint.path} goes on with its tokenizer")
-        warm = replace(config.warm_start, num_steps=0)
-        config = replace(config, warm_start=warm, model=replace(config.model, path=str(path)))
+        config = use_warm_start(config, checkpoint.made_in)
     return config
+
+
+def use_warm_start(config: RLConfig, folder: Path) -> RLConfig:
+    """Return settings of a run whose warm start is over, and whose weights are in its folder."""
+    warm, path = replace(config.warm_start, num_steps=0), str(folder / WARM_START)
+    return replace(config, warm_start=warm, model=replace(config.model, path=path))
 
 
 def remove_warm_start(folder: Path) -> None:
@@ -137,20 +140,17 @@ def get_end_step(
     return checkpoint.step if checkpoint.step >= config.trainer.num_steps else 0
 
 
-def _check_critic(config: RLConfig, checkpoint: RunCheckpoint) -> None:
-    """Raise ConfigError if the run needs a critic that the checkpoint does not have."""
-    if needs_critic(config) and not (checkpoint.path / CRITIC).exists():
+def check_critic(plan: RunPlan, checkpoint: RunCheckpoint | None, advantage: str) -> None:
+    """Raise ConfigError if `advantage` needs a critic that the checkpoint does not have."""
+    if checkpoint and CRITIC in plan and not (checkpoint.path / CRITIC).exists():
         raise ConfigError(
-            f"{checkpoint.path} has no critic, which "
-            f"algorithm.advantage={config.algorithm.advantage!r} needs; allowed: a checkpoint of "
-            "a run with one"
+            f"{checkpoint.path} has no critic, which algorithm.advantage={advantage!r} needs; "
+            "allowed: a checkpoint of a run with one"
         )
 
 
 def _check_settings(config: RLConfig | TrainConfig, checkpoint: RunCheckpoint) -> None:
     """Refuse changes of settings that make another run; print all other changes."""
-    if isinstance(config, RLConfig):
-        _check_critic(config, checkpoint)
     settings = dict(flatten_settings(asdict(config)))
     saved = dict(flatten_settings(SettingRenamer().rename_tree(checkpoint.state["settings"])))
     changed = [key for key in settings if settings[key] != saved.get(key)]

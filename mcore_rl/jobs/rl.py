@@ -9,17 +9,13 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import get_loop
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.resolve_rollout import ROLE
-from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
+from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.object_store import choose_object_store_bytes, estimate_sample_bytes
 from mcore_rl.controller.pending_call import PendingCall, WorkerError, gather_results
@@ -29,7 +25,6 @@ from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.examples import ExampleBatches
 from mcore_rl.data.images import get_images_folder
-from mcore_rl.engine.base import EngineSpec, LossFunction, load_backend
 from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -45,10 +40,8 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
     Pools,
-    detect_lane,
+    build_rank_environment,
     get_device_resource,
-    get_served_models,
-    list_engine_roles,
     list_rank_nodes,
     list_replayed_experts,
     resolve_for_nodes,
@@ -56,24 +49,19 @@ from mcore_rl.jobs.placement import (
 from mcore_rl.jobs.preflight import Inputs, check_inputs
 from mcore_rl.jobs.remote_paths import check_export, export_checkpoint
 from mcore_rl.jobs.resume import (
-    WARM_START,
+    check_critic,
     check_data,
     find_checkpoint_on_nodes,
     get_end_step,
     prepare_settings,
     remove_warm_start,
+    use_warm_start,
 )
+from mcore_rl.jobs.run_plan import ACTOR, WARM_START, Role, RunPlan, plan_run
 from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.observability.console import show_line, show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
-from mcore_rl.planner.pools import build_pool_plans, count_devices
-from mcore_rl.planner.roles import (
-    build_warm_engine,
-    count_actor_steps,
-    get_frozen_engines,
-    get_frozen_paths,
-)
 from mcore_rl.rollout.desired_servers import read_desired_servers
 from mcore_rl.rollout.server_pool import LoadFormat, ServerPool
 from mcore_rl.rollout.weight_updater import ExportError, connect
@@ -81,11 +69,10 @@ from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, R
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, describe_resume
-from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep, shares_devices
+from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.objectives import SupervisedObjective
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
-from mcore_rl.trainers.policy_loss import reads_squares
 from mcore_rl.trainers.sample_log import SampleLog
 from mcore_rl.trainers.step_recorder import StepRecorder
 
@@ -113,11 +100,18 @@ def run(config: RLConfig) -> None:
             start = _check_start(config, run_lock.folder)
         if start is None:
             return
-        prepared, inputs, checkpoint = start.config, start.inputs, start.checkpoint
+        prepared, plan, inputs, checkpoint = (
+            start.config,
+            start.plan,
+            start.inputs,
+            start.checkpoint,
+        )
         with (
-            open_session(prepared, count_devices(build_pool_plans(prepared)), scratch_dir),
+            open_session(prepared, plan.num_devices, scratch_dir),
             summarize_failure(get_log_dir(run_lock.folder) / TRACES),
-            Pools(prepared, get_device_resource(), get_log_dir(run_lock.folder)) as pools,
+            Pools(
+                plan, get_device_resource(), prepared.timeouts, get_log_dir(run_lock.folder)
+            ) as pools,
             contextlib.ExitStack() as stack,
         ):
             output, ranks = RunOutput(run_lock.folder, config, checkpoint), None
@@ -125,8 +119,10 @@ def run(config: RLConfig) -> None:
             if inputs.images is not None:
                 inputs.images.store.open_folder()
             if inputs.examples is not None:
-                prepared, ranks = _warm_start(prepared, inputs.examples, output, pools, stack)
-            run = _Run(config, prepared, inputs, start.digests, output, checkpoint, stop)
+                ranks = _warm_start(prepared, plan, inputs.examples, output, pools, stack)
+                prepared = use_warm_start(prepared, run_lock.folder)
+                plan = plan_run(prepared)
+            run = _Run(config, prepared, plan, inputs, start.digests, output, checkpoint, stop)
             run.train(pools, ranks)
         if config.task.name:  # the models of built-in tasks are small
             _record_example(inputs, output)
@@ -138,6 +134,7 @@ class _Start:
     """The checked inputs of a run."""
 
     config: RLConfig  # with the model and data that were made
+    plan: RunPlan
     inputs: Inputs
     digests: dict[str, str]  # of the data sources, by setting
     checkpoint: RunCheckpoint | None  # to resume from
@@ -153,10 +150,12 @@ def _check_start(config: RLConfig, folder: Path) -> _Start | None:
     if checkpoint is None and config.resume == "auto":
         remove_warm_start(folder)
     config = prepare_settings(config, folder, checkpoint)
-    inputs = check_inputs(config)
+    plan = plan_run(config)
+    check_critic(plan, checkpoint, config.algorithm.advantage)
+    inputs = check_inputs(config, plan)
     digests = check_data(checkpoint, config.data, inputs.train, inputs.tests.values())
-    disk_space.check_disk_space(config, folder, checkpoint.step if checkpoint else 0)
-    return _Start(config, inputs, digests, checkpoint)
+    disk_space.check_disk_space(config, plan, folder, checkpoint.step if checkpoint else 0)
+    return _Start(config, plan, inputs, digests, checkpoint)
 
 
 @contextlib.contextmanager
@@ -171,42 +170,37 @@ def _handle_stop_signals(config: RLConfig) -> Iterator[StopSignals]:
 
 def _warm_start(
     config: RLConfig,
+    plan: RunPlan,
     examples: Batch,
     output: RunOutput,
     pools: Pools,
     stack: contextlib.ExitStack,
-) -> tuple[RLConfig, WorkerGroup | None]:
-    """Train on examples; return settings whose model is the result, and workers to reuse.
+) -> WorkerGroup | None:
+    """Train on examples, and write the weights; return workers to reuse.
 
     The workers, which end with `stack`, are None if the actor needs other ranks. To start processes
     and import Megatron in them takes longer than the rest of a trainer's start.
     """
-    warm = config.warm_start
-    engine = build_warm_engine(config)
+    warm, role = config.warm_start, plan[WARM_START]
     path = output.folder / WARM_START
     with contextlib.ExitStack() as warm_stack:
-        loss, spec = negative_log_likelihood, _build_engine_spec(config, engine, warm.num_steps)
-        model = warm_stack.enter_context(_start_engine(pools, "actor", spec, loss, "warm_start"))
+        model = warm_stack.enter_context(pools.start(role))
         model.call(ModelWorker.initialize)
         with output.progress("warm_start", warm.num_steps) as report:
             batches = ExampleBatches(examples.take, [len(examples)], warm.batch_size, config.seed)
             supervised.train(SupervisedObjective(model), batches, warm.num_steps, report)
         disk_space.export_weights(model, path, disk_space.compute_weight_bytes(config))
-        is_reused = _has_same_ranks(engine, config.actor)
-        if is_reused:
+        if _has_same_ranks(role, plan[ACTOR]):
             stack.push(warm_stack.pop_all())
-    prepared = replace(config, model=replace(config.model, path=str(path)))
-    return prepared, model if is_reused else None
+            return model
+    return None
 
 
-def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
-    """Return whether the processes of one engine can run the other."""
-    environments = [
-        load_backend(engine).build_rank_environment(engine.layout, detect_lane())
-        for engine in (first, second)
-    ]
-    has_same_size = first.layout.world_size == second.layout.world_size
-    return has_same_size and environments[0] == environments[1]
+def _has_same_ranks(first: Role, second: Role) -> bool:
+    """Return whether the processes of one role can be those of the other."""
+    if first.layout.world_size != second.layout.world_size:
+        return False
+    return build_rank_environment(first) == build_rank_environment(second)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +209,7 @@ class _Run:
 
     user_config: RLConfig
     config: RLConfig  # user_config with the model and data that were made
+    plan: RunPlan
     inputs: Inputs
     digests: dict[str, str]  # of the data sources, by setting
     output: RunOutput
@@ -233,7 +228,7 @@ class _Run:
             thread = stack.enter_context(ThreadPoolExecutor(1, "generation"))
             load_format = choose_load_format(config, resumes=self.checkpoint is not None)
             with show_waiting("starting the servers and the trainer"):
-                devices = _start_models(config, pools, ranks, load_format, stack)
+                devices = _start_models(config, self.plan, pools, ranks, load_format, stack)
             trainer = self._build_trainer(devices, thread)
             if self.checkpoint is None and load_format == "dummy":
                 with show_waiting("sending the weights"):
@@ -346,6 +341,7 @@ def choose_load_format(config: RLConfig, *, resumes: bool) -> LoadFormat:
 
 def _start_models(
     config: RLConfig,
+    plan: RunPlan,
     pools: Pools,
     ranks: WorkerGroup | None,
     load_format: LoadFormat,
@@ -357,126 +353,43 @@ def _start_models(
 
     Roles that share devices load one after the other, and are then offloaded.
     """
-    loss = load_trainer(config.trainer.mode).build_loss(config)
-    placement, roles = config.placement, list_engine_roles(config)
-    frozen_servers = stack.enter_context(build_frozen_servers(config, pools))
-    servers = stack.enter_context(build_server_pool(config, pools, load_format))
+    frozen_servers = stack.enter_context(build_frozen_servers(config, plan, pools))
+    servers = stack.enter_context(build_server_pool(config, plan, pools, load_format))
     preparing = [*servers.submit_prepare(), *frozen_servers.submit_prepare()]
-    total_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    spec = _build_engine_spec(config, config.actor, count_actor_steps(config))
-    spec = replace(spec, with_sum_pi_squared=reads_squares(config.algorithm))
-    if ranks is None:
-        actor = stack.enter_context(_start_engine(pools, "actor", spec, loss, wait=False))
-    else:
-        actor = ranks
-        actor.rebuild("actor", config.actor.layout, spec, loss)
-    models = {"actor": actor}
-    if "reference" in roles:
-        # Without adapters, and recording neither experts nor keys.
-        moe = replace(config.actor.moe, router_replay="off")
-        frozen = replace(config.actor, lora=LoRAConfig(), moe=moe, indexer_replay="off")
-        models["reference"] = stack.enter_context(
-            _start_engine(
-                pools, "reference", _build_engine_spec(config, frozen, 0), None, wait=False
-            )
-        )
-    if "critic" in roles:
-        models["critic"] = stack.enter_context(_start_critic(config, pools, total_steps))
-    for role in get_frozen_engines(config):
-        models[role] = stack.enter_context(_start_frozen_model(config, pools, role))
+    models = {}
+    for role in plan.roles:
+        if role.name == ACTOR and ranks is not None:
+            ranks.rebuild(ACTOR, role.layout, *role.build_worker_arguments())
+            models[role.name] = ranks
+        else:
+            models[role.name] = stack.enter_context(pools.start(role, wait=False))
     groups = [*frozen_servers.groups.values(), *models.values()]
     wait_until_built([*servers.groups, *groups])
     for line in list_rank_nodes([servers, *groups]):
         print(line)
     starting = frozen_servers.submit_start()
     waiting_for = [*preparing, *starting]
-    if not servers_sleep(placement, roles):
+    if not plan.servers_sleep:
         waiting_for += servers.submit_start()
     for name, model in models.items():
         waiting_for.append(model.submit(ModelWorker.initialize))
-        if shares_devices(placement, name, roles):
+        if plan.takes_turns(name):
             gather_results(waiting_for)
             model.call(ModelWorker.to, "host")
     gather_results(waiting_for)
-    if servers_sleep(placement, roles):
+    if plan.servers_sleep:
         gather_results(servers.submit_start())
     servers.mark_started()
     if starting:
         servers.connect_models(frozen_servers.build_addresses(gather_results(starting)))
-    sync = connect(config, actor, servers, disk_space.compute_weight_bytes(config))
-    is_async = get_loop(config.trainer) == "fully_async"
-    return DeviceSharing(placement, models, servers, sync, keeps_requests=is_async)
-
-
-def _start_critic(
-    config: RLConfig, pools: Pools, total_steps: int
-) -> AbstractContextManager[WorkerGroup]:
-    critic = config.critic
-    spec = _build_engine_spec(config, critic, total_steps)
-    if critic.model_path:
-        spec = replace(spec, model=replace(spec.model, path=critic.model_path))
-    loss = functools.partial(value_clip, settings=ValueClipSettings(critic.clip_range))
-    return _start_engine(pools, "critic", spec, loss, model_type="value_model", wait=False)
-
-
-def _start_frozen_model(
-    config: RLConfig, pools: Pools, role: str
-) -> AbstractContextManager[WorkerGroup]:
-    """Start the reward model or a teacher."""
-    spec = _build_engine_spec(config, get_frozen_engines(config)[role], 0)
-    spec = replace(spec, model=replace(spec.model, path=get_frozen_paths(config)[role]))
-    if role == "reward_model":
-        return _start_engine(pools, role, spec, None, model_type="reward_model", wait=False)
-    distillation = config.algorithm.distillation
-    if distillation.loss in TOP_TOKEN_LOSSES:
-        spec = replace(spec, num_top_log_probs=distillation.top_k)
-    return _start_engine(pools, role, spec, None, wait=False)
-
-
-def _build_engine_spec(config: RLConfig, engine: EngineConfig, total_steps: int) -> EngineSpec:
-    return EngineSpec(
-        model=config.model,
-        engine=engine,
-        seed=config.seed,
-        total_steps=total_steps,
-        timeout_s=config.inner_timeout_s,
-        images_folder=get_images_folder(config.data, config.output_dir),
-    )
-
-
-@contextlib.contextmanager
-def _start_engine(
-    pools: Pools,
-    role: str,
-    spec: EngineSpec,
-    loss: LossFunction | None,
-    name: str = "",
-    *,
-    model_type: str = "language_model",
-    wait: bool = True,
-) -> Iterator[WorkerGroup]:
-    """Start the workers of a training engine, which is not initialized yet.
-
-    Args:
-        wait: Wait until the workers are built.
-    """
-    layout = spec.engine.layout
-    with pools.group(
-        role,
-        ModelWorker,
-        (spec, loss, model_type),
-        layout,
-        name=name or role,
-        threads_per_rank=spec.engine.threads_per_rank,
-        env=load_backend(spec.engine).build_rank_environment(layout, detect_lane()),
-        wait=wait,
-    ) as group:
-        yield group
+    sync = connect(config, models[ACTOR], servers, disk_space.compute_weight_bytes(config))
+    keeps_requests = plan.loop == "fully_async"
+    return DeviceSharing(config.placement, models, servers, sync, keeps_requests)
 
 
 @contextlib.contextmanager
 def build_server_pool(
-    config: RLConfig, pools: Pools, load_format: LoadFormat = "checkpoint"
+    config: RLConfig, plan: RunPlan, pools: Pools, load_format: LoadFormat = "checkpoint"
 ) -> Iterator[ServerPool]:
     """Build the generation servers of the policy; the caller waits for them and starts them."""
     spec = RolloutSpec(
@@ -489,9 +402,9 @@ def build_server_pool(
         agent=config.agent,
         seed=config.seed,
         timeout_s=config.inner_timeout_s,
-        can_sleep=servers_sleep(config.placement, list_engine_roles(config)),
+        can_sleep=plan.servers_sleep,
         gpu_ids=pools.get_gpu_ids("rollout"),
-        models=get_served_models(config),
+        models=plan.models,
         adapter_rank=config.actor.lora.rank if config.rollout.lora == "adapter" else 0,
         experts=list_replayed_experts(config),
         images_folder=get_images_folder(config.data, config.output_dir),
@@ -547,14 +460,14 @@ class FrozenServers:
 
 
 @contextlib.contextmanager
-def build_frozen_servers(config: RLConfig, pools: Pools) -> Iterator[FrozenServers]:
+def build_frozen_servers(config: RLConfig, plan: RunPlan, pools: Pools) -> Iterator[FrozenServers]:
     """Build the servers of frozen models; the caller waits for them and starts them.
 
     Each model has a separate API key, which is passed to its servers and to the policy's workers.
     """
     servers = FrozenServers({}, {})
     with contextlib.ExitStack() as stack:
-        for name, model in get_served_models(config).items():
+        for name, model in plan.models.items():
             if model.adapter:
                 continue
             servers.keys[name] = secrets.token_urlsafe(32)

@@ -12,17 +12,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config
 from mcore_rl.config.schema import (
-    ConversationsConfig,
     DPOConfig,
-    LoRAConfig,
     RMConfig,
     SFTConfig,
     TrainConfig,
@@ -31,11 +27,9 @@ from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
 from mcore_rl.controller.ray_session import ray_session
-from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
-from mcore_rl.data.images import get_images_folder
-from mcore_rl.engine.base import EngineSpec, load_backend
+from mcore_rl.engine.base import load_backend
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.jobs import disk_space
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
@@ -51,12 +45,21 @@ from mcore_rl.jobs.output import (
 )
 from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
+    Pools,
     detect_lane,
     get_device_resource,
     list_rank_nodes,
 )
 from mcore_rl.jobs.remote_paths import check_export, export_checkpoint
 from mcore_rl.jobs.resume import check_data, find_checkpoint_on_nodes, get_end_step
+from mcore_rl.jobs.run_plan import (
+    MODEL,
+    REFERENCE,
+    Role,
+    RunPlan,
+    needs_reference_log_probs,
+    plan_supervised,
+)
 from mcore_rl.jobs.supervised_preflight import (
     TrainInputs,
     check_train_inputs,
@@ -66,8 +69,6 @@ from mcore_rl.observability.console import show_waiting
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.parallel.devices import DEVICES
-from mcore_rl.planner.roles import has_reference_model, needs_reference_log_probs
-from mcore_rl.planner.supervised import shares_devices
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
@@ -81,9 +82,8 @@ from mcore_rl.trainers.objectives import (
 )
 from mcore_rl.trainers.step_recorder import StepRecorder
 
-MODEL, REFERENCE = "model", "reference"
-# Starts a group and, below _train, loads it: role, steps of the schedule (0: inference only).
-StartGroup = Callable[[str, int], RankGroup]
+# Starts the ranks of a role and, below _train, loads its model.
+StartGroup = Callable[[Role], RankGroup]
 
 
 def run(config: TrainConfig) -> None:
@@ -111,6 +111,7 @@ def run(config: TrainConfig) -> None:
             inputs = check_train_inputs(config)
             steps = replace(config.trainer, num_steps=inputs.num_steps)
             config = replace(config, trainer=steps)
+            plan = plan_supervised(config)
             checkpoint = find_checkpoint_on_nodes(config, run_lock.folder)
             tests = inputs.tests.values()
             digests = check_data(checkpoint, get_data_config(config), inputs.train, tests)
@@ -127,13 +128,13 @@ def run(config: TrainConfig) -> None:
         logs = get_log_dir(run_lock.folder)
         with (
             summarize_failure(logs / TRACES),
-            _open_groups(config, scratch_dir, logs) as start_group,
+            _open_groups(config, plan, scratch_dir, logs) as start_group,
         ):
             output = SupervisedOutput(run_lock.folder, config, checkpoint)
             output.memory = memory
             if inputs.images is not None:
                 inputs.images.store.open_folder()
-            _train(_Run(config, inputs, digests, output, checkpoint, stop), start_group)
+            _train(_Run(config, plan, inputs, digests, output, checkpoint, stop), start_group)
         output.finish(peak_memory_bytes=memory.peak_bytes, wall_s=time.monotonic() - started)
 
 
@@ -142,6 +143,7 @@ class _Run:
     """A supervised run whose inputs have been checked."""
 
     config: TrainConfig
+    plan: RunPlan
     inputs: TrainInputs
     digests: dict[str, str]  # of the data sources, by setting
     output: SupervisedOutput
@@ -154,14 +156,14 @@ def _train(run: _Run, start_group: StartGroup) -> None:
     config, inputs, output = run.config, run.inputs, run.output
     groups: dict[str, RankGroup] = {}
 
-    def start(role: str, total_steps: int) -> RankGroup:
-        groups[role] = start_group(role, total_steps)
-        groups[role].call(ModelWorker.initialize)
-        return groups[role]
+    def start(role: Role) -> RankGroup:
+        groups[role.name] = group = start_group(role)
+        group.call(ModelWorker.initialize)
+        return group
 
     with show_waiting("starting the trainer"):
-        model = start(MODEL, inputs.num_steps)
-        objective = _build_objective(config, model, start)
+        model = start(run.plan[MODEL])
+        objective = _build_objective(config, run.plan, model, start)
     batch_size, num_bytes = config.trainer.batch_size, disk_space.compute_weight_bytes(config)
     rows, weights = inputs.train, get_data_config(config).train_weights
     batches = ExampleBatches(rows.take, rows.sizes, batch_size, config.seed, weights)
@@ -211,7 +213,9 @@ def _train(run: _Run, start_group: StartGroup) -> None:
         export_checkpoint(path, config.checkpoint.export_to)
 
 
-def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGroup) -> Objective:
+def _build_objective(
+    config: TrainConfig, plan: RunPlan, model: RankGroup, start_group: StartGroup
+) -> Objective:
     """Return the objective of sft, rm or dpo; start a reference model if dpo needs one."""
     if isinstance(config, SFTConfig):
         return SupervisedObjective(model, config.loss_aggregation)
@@ -221,92 +225,45 @@ def _build_objective(config: TrainConfig, model: RankGroup, start_group: StartGr
     loss = PREFERENCE_LOSSES.bind(config.loss, config.loss_settings)
     if not needs_reference_log_probs(config):
         return PreferenceObjective(model, loss, None)
-    if not has_reference_model(config):
+    if REFERENCE not in plan:
         reference = Reference(model, ModelWorker.compute_reference_log_probs)
         return PreferenceObjective(model, loss, reference)
-    frozen = start_group(REFERENCE, 0)
-    is_offloaded = config.reference.placement == "shared"
+    frozen = start_group(plan[REFERENCE])
+    is_offloaded = plan.takes_turns(REFERENCE)
     if is_offloaded:
         frozen.call(ModelWorker.to, "host")
     reference = Reference(frozen, ModelWorker.compute_log_probs, is_offloaded)
     return PreferenceObjective(model, loss, reference)
 
 
-def _build_worker_args(config: TrainConfig, name: str, total_steps: int) -> tuple[Any, ...]:
-    """Return the arguments of ModelWorker for a role."""
-    engine = config.engine
-    if name == REFERENCE:
-        moe = replace(engine.moe, router_replay="off")
-        engine = replace(engine, lora=LoRAConfig(), moe=moe, indexer_replay="off")
-    spec = EngineSpec(
-        model=config.model,
-        engine=engine,
-        seed=config.seed,
-        total_steps=total_steps,
-        timeout_s=config.inner_timeout_s,
-        images_folder=_get_images_folder(config),
-    )
-    if name == REFERENCE:
-        return spec, None
-    loss = negative_log_likelihood if isinstance(config, SFTConfig) else linear_in_scores
-    return spec, loss, "reward_model" if isinstance(config, RMConfig) else "language_model"
-
-
-def _get_images_folder(config: TrainConfig) -> str:
-    data = get_data_config(config)
-    if not isinstance(data, ConversationsConfig):
-        return ""
-    return get_images_folder(data, config.output_dir)
-
-
 @contextlib.contextmanager
-def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> Iterator[StartGroup]:
+def _open_groups(
+    config: TrainConfig, plan: RunPlan, scratch_dir: Path | None, logs: Path
+) -> Iterator[StartGroup]:
     """Yield the function that starts groups of ranks: on Ray, or on torchrun's ranks.
 
     `scratch_dir` is Ray's; None under torchrun.
     """
     if scratch_dir is None:
         with _build_torchrun_ranks(config) as ranks:
-            yield ranks.create_group
+            yield lambda role: ranks.create_group(role.name, role.spec.total_steps)
             return
-    layout, device = config.engine.layout, get_device_resource()
-    is_shared = shares_devices(config)
-    num_pools = 1 + (has_reference_model(config) and not is_shared)
-    needed = {device: layout.world_size * num_pools}
-    resources = needed if device == CPU_RESOURCE else None
+    device = get_device_resource()
+    needed = {device: plan.num_devices}
     with (
         ray_session(
             temp_dir=scratch_dir,
             log_to_driver=False,
-            resources=resources,
+            resources=needed if CPU_RESOURCE in needed else None,
             needed=needed,
             timeouts=config.timeouts,
         ),
+        Pools(plan, device, config.timeouts, logs) as pools,
         ExitStack() as stack,
     ):
-        pools: list[ResourcePool] = []
 
-        def start_group(name: str, total_steps: int) -> WorkerGroup:
-            if not pools or not is_shared:
-                pool = ResourcePool(
-                    layout.world_size,
-                    {device: 1},
-                    timeout_s=config.timeouts.start_s,
-                    log_dir=logs,
-                )
-                pools.append(stack.enter_context(pool))
-            group = WorkerGroup(
-                ModelWorker,
-                init_args=_build_worker_args(config, name, total_steps),
-                layout=layout,
-                pool=pools[-1],
-                timeouts=config.timeouts,
-                share=0.5 if is_shared else 1.0,
-                name=name,
-                threads_per_rank=config.engine.threads_per_rank,
-                env=load_backend(config.engine).build_rank_environment(layout, detect_lane()),
-            )
-            stack.enter_context(group)
+        def start_group(role: Role) -> WorkerGroup:
+            group = stack.enter_context(pools.start(role))
             for line in list_rank_nodes([group]):
                 print(line)
             return group
@@ -320,11 +277,14 @@ def _get_reference_placement(config: TrainConfig) -> str:
 
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     """Join the ranks that torchrun started, with the variables that the backend needs."""
-    layout = config.engine.layout
+    layout, plan = config.engine.layout, plan_supervised(config)
     os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
-        return ModelWorker(*_build_worker_args(config, name, total_steps))
+        """Build a worker; rank 0 alone has counted the steps."""
+        role = plan[name]
+        spec = replace(role.spec, total_steps=total_steps)
+        return ModelWorker(*replace(role, spec=spec).build_worker_arguments())
 
     backend = DEVICES[detect_lane()].backend
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)

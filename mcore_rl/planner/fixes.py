@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_train import get_data_config
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
+from mcore_rl.jobs.run_plan import CRITIC, plan_run
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
-from mcore_rl.planner.roles import get_frozen_engines, get_frozen_paths, needs_critic
 
 Change = tuple[tuple[str, Any], ...]  # dotted settings and their values
 Changes = dict[str, tuple[Change, str]]  # by name, the cheapest first; each with its cost
@@ -64,12 +64,12 @@ def list_changes(config: RLConfig, model: HFConfig) -> Changes:
     """
     actor, rollout = config.actor, config.rollout
     engines = [_build_engine("actor", actor, model, config.max_sequence_tokens)]
-    if needs_critic(config):
+    run = plan_run(config)
+    if CRITIC in run:
         engines.append(_build_engine("critic", config.critic, model, config.max_sequence_tokens))
-    frozen = {role.partition(".")[0]: role for role in get_frozen_engines(config)}
+    frozen = {role.name.partition(".")[0]: role for role in run if role.is_scoring()}
     for key, role in frozen.items():
-        scored = read_config(get_frozen_paths(config)[role])
-        settings = getattr(config, key)
+        scored, settings = read_config(role.path), getattr(config, key)
         engines.append(
             _build_engine(key, settings, scored, config.max_sequence_tokens, is_trained=False)
         )

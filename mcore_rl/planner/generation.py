@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from mcore_rl.config.checks import check_at_least, check_between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.registry import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.roles import ITEMSIZES
-from mcore_rl.planner.servers import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
 
 # Of a server's scheduler for each forward pass, which the next pass waits for. An assumption.
 SCHEDULER_S = 2e-3

@@ -31,6 +31,8 @@ from mcore_rl.config.schema import (
     RolloutConfig,
 )
 from mcore_rl.engine.base import load_backend
+from mcore_rl.inference.registry import DEFAULT_MAX_SEQS
+from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REFERENCE, ROLLOUT, Role, RunPlan, plan_run
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
 from mcore_rl.planner.activations import DEFAULT_CHUNK_BYTES
 from mcore_rl.planner.fixes import format_value
@@ -38,14 +40,6 @@ from mcore_rl.planner.flops import LayerWork, ModelWork, count_work
 from mcore_rl.planner.generation import Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.memory import Conditions, plan_memory
-from mcore_rl.planner.pools import build_pool_plans, count_devices
-from mcore_rl.planner.roles import (
-    get_frozen_engines,
-    get_frozen_paths,
-    has_reference_model,
-    needs_critic,
-)
-from mcore_rl.planner.servers import DEFAULT_MAX_SEQS
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import FLOAT32, Load, TrainingModel
 
@@ -139,7 +133,9 @@ def search_layouts(
     load = Load(tokens, lengths.sequence)
     is_shared = are_colocated(config.placement, "actor", "rollout")
     splits = _list_splits(_count_free_devices(config, num_devices), hardware, is_shared)
-    if has_reference_model(config) and not are_colocated(config.placement, "actor", "reference"):
+    run = plan_run(config)
+    reference = run.find(REFERENCE)
+    if reference and reference.pool != run[ACTOR].pool:
         # The reference has the actor's layout on as many devices; servers that share the actor's
         # have no others.
         splits = [(n // 2, n // 2 if is_shared else serving) for n, serving in splits if n > 1]
@@ -176,14 +172,14 @@ def _check_settings(config: RLConfig) -> None:
 
 def _count_free_devices(config: RLConfig, num_devices: int) -> int:
     """Return the devices without those of roles on other pools, whose layouts are not searched."""
-    plans = build_pool_plans(config)
-    searched = ("actor", "rollout", "reference")
-    other = {n: plan for n, plan in plans.items() if not {*plan.roles} & {*searched}}
-    num_other = count_devices(other)
+    searched = {ACTOR, ROLLOUT, REFERENCE}
+    other = [pool for pool in plan_run(config).pools if not searched & {*pool.roles}]
+    num_other = sum(pool.num_devices for pool in other)
     if num_other >= num_devices:
+        names = ", ".join(pool.name for pool in other)
         raise ConfigError(
-            f"--devices={num_devices}: {', '.join(other)} take {num_other} of them; allowed: more "
-            f"than {num_other}"
+            f"--devices={num_devices}: {names} take {num_other} of them; allowed: more than "
+            f"{num_other}"
         )
     return num_devices - num_other
 
@@ -535,13 +531,15 @@ def _replace_layouts(
     planned.actor, planned.rollout = engine, rollout
     trained = {"actor": engine}
     frozen = {}
-    if needs_critic(config) and are_colocated(config.placement, "actor", "critic"):
+    run = plan_run(config)
+    colocated = [role for role in run if role.pool == run[ACTOR].pool]
+    if CRITIC in (role.name for role in colocated):
         planned.critic = _follow(config.critic, engine)
         trained["critic"] = planned.critic
-    for role in get_frozen_engines(config):
-        key = role.partition(".")[0]
-        if key not in frozen and are_colocated(config.placement, "actor", role):
-            settings = _follow_frozen(config, key, engine.layout)
+    for role in filter(Role.is_scoring, colocated):
+        key = role.name.partition(".")[0]
+        if key not in frozen:
+            settings = _follow_frozen(config, run, key, engine.layout)
             setattr(planned, key, settings)
             frozen[key] = settings
     values: dict[str, object] = {}
@@ -577,15 +575,15 @@ def _follow(settings: CriticConfig, engine: EngineConfig) -> CriticConfig:
     )
 
 
-def _follow_frozen(config: RLConfig, key: str, layout: Layout) -> EngineConfig:
+def _follow_frozen(config: RLConfig, run: RunPlan, key: str, layout: Layout) -> EngineConfig:
     """Return the settings of a reward model or of the teachers on the devices of the actor.
 
     They have the layout of the actor without chunks, or where a model does not divide so, tp and
     data-parallel ranks alone, or their own.
     """
     settings: EngineConfig = getattr(config, key)
-    paths = get_frozen_paths(config)
-    sizes = [get_model_sizes(read_config(paths[r])) for r in paths if r.partition(".")[0] == key]
+    paths = [role.path for role in run if role.name.partition(".")[0] == key]
+    sizes = [get_model_sizes(read_config(path)) for path in paths]
     plain = Layout(tp=layout.tp, dp=layout.world_size // layout.tp)
     for candidate in (replace(layout, vpp=1), plain):
         try:

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import OWN_POOL, are_colocated, get_pool
-from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
+from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig, TrainConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.engine.base import load_backend
+from mcore_rl.jobs.run_plan import WARM_START, RunPlan, plan_run
 from mcore_rl.models.base import (
     HFConfig,
     count_kv_elements_per_token,
@@ -33,11 +33,9 @@ from mcore_rl.planner.roles import (
     ITEMSIZES,
     RolePlan,
     StagePlan,
-    build_warm_engine,
-    get_frozen_engines,
-    get_frozen_paths,
     get_optimizer_itemsize,
     plan_roles,
+    read_role_config,
 )
 from mcore_rl.planner.servers import count_graph_bytes, count_workspace_bytes
 
@@ -137,8 +135,9 @@ def plan_memory(config: RLConfig, model: HFConfig, conditions: Conditions) -> Me
         model: config.json of the policy. Quantised weights are planned as what they become,
             model.dtype.
     """
-    roles = plan_roles(config, model)
-    planner = _Planner(config, model, conditions, roles)
+    run = plan_run(config)
+    roles = plan_roles(run, model)
+    planner = _Planner(config, run, model, conditions, roles)
     moments = list(planner.list_moments())
     rollout = config.rollout
     per_token = count_kv_elements_per_token(model, rollout.tp) * ITEMSIZES[config.model.dtype]
@@ -163,11 +162,12 @@ class _Planner:
     def __init__(
         self,
         config: RLConfig,
+        run: RunPlan,
         model: HFConfig,
         conditions: Conditions,
         roles: Sequence[RolePlan],
     ) -> None:
-        self.config, self.model, self.conditions = config, model, conditions
+        self.config, self.run, self.model, self.conditions = config, run, model, conditions
         self.roles = {role.name: role for role in roles}
         self.is_gpu = conditions.lane == "cuda"
         self._overheads = {name: self._compute_overhead(name) for name in self.roles}
@@ -177,14 +177,13 @@ class _Planner:
             if role.has_servers:
                 yield self._plan_generation(role)
                 continue
-            is_trained = any(stage.gradient_bytes for stage in role.stages)
-            yield from self._plan_passes(role, is_trained=is_trained)
+            yield from self._plan_passes(role, is_trained=self.run[role.name].is_trained)
         yield from self._plan_weight_sync()
 
     # Training engines
 
     def _plan_passes(self, role: RolePlan, *, is_trained: bool) -> Iterator[Moment]:
-        passes = [False, True] if is_trained and role.name != "warm_start" else [is_trained]
+        passes = [False, True] if is_trained and role.name != WARM_START else [is_trained]
         for trains in passes:
             scored = _SCORES.get(role.name, "log-probs")
             name = f"{role.name}: {'update' if trains else scored}"
@@ -198,7 +197,7 @@ class _Planner:
     def _compute_stage(
         self, name: str, stage: StagePlan, pp_rank: int, *, trains: bool
     ) -> dict[str, int]:
-        engine = self.get_engine(name)
+        engine = self.run[name].spec.engine
         kinds = count_state_bytes(engine, stage)
         if not trains:
             kinds = {"weights": kinds["weights"]}
@@ -225,7 +224,7 @@ class _Planner:
             self.conditions,
             config.model.dtype,
             pp_rank,
-            has_value_head=name in ("critic", "reward_model"),
+            has_value_head=self.run[name].model_type != "language_model",
             trains=trains,
         )
 
@@ -236,7 +235,7 @@ class _Planner:
         and their copy while log-probs are computed, those of a mini-batch and of its packs in an
         update (engine/megatron/indexer_replay.py).
         """
-        if name == "reference" or engine.indexer_replay == "off":
+        if engine.indexer_replay == "off":
             return 0
         fields = get_family(self.model).config_map(self.model)
         layout, algorithm = engine.layout, self.config.algorithm
@@ -255,19 +254,10 @@ class _Planner:
         return tuple(name for name in engines if not self._counts_activations(name))
 
     def _counts_activations(self, name: str) -> bool:
-        return counts_activations(self.get_engine(name), self._get_model(name))
-
-    def get_engine(self, name: str) -> EngineConfig:
-        """Return the engine settings of a role."""
-        if name == "warm_start":
-            return build_warm_engine(self.config)
-        if name == "critic":
-            return self.config.critic
-        return get_frozen_engines(self.config).get(name, self.config.actor)
+        return counts_activations(self.run[name].spec.engine, self._get_model(name))
 
     def _get_model(self, name: str) -> HFConfig:
-        paths = get_frozen_paths(self.config)
-        return read_config(paths[name]) if name in paths else self.model
+        return read_role_config(self.run, self.run[name], self.model)
 
     # Servers
 
@@ -285,10 +275,10 @@ class _Planner:
         )
 
     def _get_servers(self, name: str) -> tuple[RolloutConfig, HFConfig]:
-        if name == "rollout":
-            return self.config.rollout, self.model
-        served = build_models_with_servers(self.config)[name.removeprefix(ROLE)]
-        return served.servers, read_config(served.path) if served.path else self.model
+        servers = self.run.find_servers(name)
+        assert servers is not None
+        is_policy = servers.model.path == self.config.model.path
+        return servers.settings, self.model if is_policy else read_config(servers.model.path)
 
     # Weight updates
 
@@ -331,7 +321,7 @@ class _Planner:
             exchanges = settings.ep and bool(get_model_sizes(model).num_experts)
             sizes = [settings.tp, settings.num_workers * exchanges]
             return CONTEXT_BYTES, sum(map(_count_group_bytes, sizes))
-        return CONTEXT_BYTES, count_nccl_bytes(self.get_engine(name).layout)
+        return CONTEXT_BYTES, count_nccl_bytes(self.run[name].layout)
 
     def _add_overhead(self, name: str, kinds: Mapping[str, int]) -> dict[str, int]:
         """Add what the processes on the device of a role take: all that share its pool."""
@@ -350,17 +340,7 @@ class _Planner:
 
         The warm start ends before the others start.
         """
-        if name == "warm_start":
-            return [name]
-        pool = self._get_pool(name)
-        return [n for n in self.roles if n != "warm_start" and self._get_pool(n) == pool]
-
-    def _get_pool(self, role: str) -> str:
-        """Return the pool of devices of a role."""
-        if role.startswith(ROLE):
-            return role
-        pool = get_pool(self.config.placement, role)
-        return f"{pool}: {role}" if pool == OWN_POOL else pool
+        return [name] if name == WARM_START else list(self.run.get_pool(name).roles)
 
     # Hosts
 
@@ -368,20 +348,17 @@ class _Planner:
         """Return the bytes on the fullest node, which shared roles leave to each other."""
         config, size = self.config, self.conditions.gpus_per_node
         host = Counter[str]()
-        shared = self._get_pool("rollout")
-        for name, role in self.roles.items():
-            if role.has_servers or name == "warm_start":
-                continue
-            takes_turns = self._get_pool(name) == shared or self._shares_device(name)
-            host += count_node_bytes(
-                config, role, self.get_engine(name), size, takes_turns=takes_turns
-            )
+        for role in self.run:
+            if role.name != WARM_START:
+                host += count_node_bytes(
+                    config,
+                    self.roles[role.name],
+                    role.spec.engine,
+                    size,
+                    takes_turns=self.run.takes_turns(role.name),
+                )
         host["object store"] = config.object_store_bytes or estimate_sample_bytes(config)
         return dict(host)
-
-    def _shares_device(self, name: str) -> bool:
-        pool = self._get_pool(name)
-        return sum(self._get_pool(role) == pool for role in self.roles if role != "warm_start") > 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,25 +16,13 @@ from functools import lru_cache
 import torch
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
-from mcore_rl.algorithms.advantages import ADVANTAGES
-from mcore_rl.algorithms.inputs import get_needs
-from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.peft import get_adapted_linear
-from mcore_rl.config.resolve_algorithm import build_teachers
-from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
-from mcore_rl.config.schema import (
-    DPOConfig,
-    EngineConfig,
-    Layout,
-    LoRAConfig,
-    RLConfig,
-    RMConfig,
-    RolloutConfig,
-    TrainConfig,
-)
+from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RolloutConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
+from mcore_rl.jobs.run_plan import CRITIC, Role, RunPlan, Servers
 from mcore_rl.models.base import (
+    CLASSIFICATION,
     SEQUENCE,
     Family,
     HFConfig,
@@ -101,108 +89,31 @@ class _ElementCounts:
         self.expert += other.expert
 
 
-# The models of a run, from its settings
-
-
-def needs_reference_log_probs(config: RLConfig | TrainConfig) -> bool:
-    """Return whether a job reads log-probs of a reference: a KL penalty, or the loss of dpo."""
-    if isinstance(config, RLConfig):
-        return bool(config.algorithm.kl_coef)
-    if not isinstance(config, DPOConfig):
-        return False
-    return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
-
-
-def has_reference_model(config: RLConfig | TrainConfig) -> bool:
-    """Return whether a job has a separate reference model.
-
-    A LoRA model without its adapters is the reference.
-    """
-    engine = config.actor if isinstance(config, RLConfig) else config.engine
-    return needs_reference_log_probs(config) and not engine.lora.rank
-
-
-def needs_critic(config: RLConfig) -> bool:
-    """Return whether a run has a value model: its advantage function reads values."""
-    return "values" in get_needs(ADVANTAGES[config.algorithm.advantage])
-
-
-def count_actor_steps(config: RLConfig) -> int:
-    """Return the optimizer steps of the actor, at least one: none while only the critic trains."""
-    skipped = config.critic.warmup_steps if needs_critic(config) else 0
-    return max(config.trainer.num_steps - skipped, 1) * config.algorithm.num_mini_batches
-
-
-def build_warm_engine(config: RLConfig) -> EngineConfig:
-    """Return the settings of the actor's engine during the warm start, which trains no adapters."""
-    warm = config.warm_start
-    moe = replace(config.actor.moe, aux_loss_coef=warm.moe_aux_loss_coef, router_replay="off")
-    return replace(
-        config.actor,
-        layout=warm.layout,
-        optimizer=warm.optimizer,
-        moe=moe,
-        lora=LoRAConfig(),
-        indexer_replay="off",
-    )
-
-
-def get_frozen_engines(config: RLConfig) -> dict[str, EngineConfig]:
-    """Return the engine settings of the scoring roles: reward_model, teacher.NAME."""
-    engines: dict[str, EngineConfig] = {}
-    if config.reward_model.model_path:
-        engines["reward_model"] = config.reward_model
-    for name, teacher in build_teachers(config.teacher).items():
-        engines[f"teacher.{name}"] = teacher.engine
-    return engines
-
-
-def get_frozen_paths(config: RLConfig) -> dict[str, str]:
-    """Return the checkpoint of each scoring role; by default a teacher has the policy's."""
-    paths = {}
-    if config.reward_model.model_path:
-        paths["reward_model"] = config.reward_model.model_path
-    for name, teacher in build_teachers(config.teacher).items():
-        paths[f"teacher.{name}"] = teacher.model_path or config.model.path
-    return paths
-
-
-# Their plans
-
-
-def plan_roles(config: RLConfig, model: HFConfig) -> list[RolePlan]:
-    """Return the roles in the order in which they run; the warm start ends before the rest starts.
+def plan_roles(plan: RunPlan, model: HFConfig) -> list[RolePlan]:
+    """Return the roles in the order in which they run, servers last.
 
     Args:
-        model: config.json of the policy.
+        model: config.json of the policy, or of the supervised model.
     """
-    plans = []
-    actor = config.actor
-    plain = replace(actor, lora=LoRAConfig())
-    if config.warm_start.num_steps:
-        warm = build_warm_engine(config)
-        plans.append(_plan_engine("warm_start", "supervised training", warm, config, model))
-    plans.append(_plan_engine("actor", "log-probs, updates", actor, config, model))
-    if has_reference_model(config):
-        plans.append(
-            _plan_engine("reference", "log-probs for the KL", plain, config, model, trains=False)
-        )
-    if needs_critic(config):
-        plans.append(_plan_engine("critic", "values, updates", config.critic, config, model))
-    for role, engine in get_frozen_engines(config).items():
-        frozen, task = read_config(get_frozen_paths(config)[role]), "log-probs to learn from"
-        if role == "reward_model":
-            frozen, task = build_value_config(frozen), "scores of responses"
-        plans.append(_plan_engine(role, task, engine, config, frozen, trains=False))
-    separate = build_models_with_servers(config)
-    names = ", ".join(f"{ROLE}{name}" for name in config.models if name not in separate)
-    task = f"generation{names and f', {names}'}: {_format_servers(config.rollout)}"
-    plans.append(_plan_servers("rollout", task, config.rollout, config, model))
-    for name, served in separate.items():
-        task = f"frozen: {_format_servers(served.servers)}"
-        frozen = read_config(served.path) if served.path else model
-        plans.append(_plan_servers(f"{ROLE}{name}", task, served.servers, config, frozen))
-    return plans
+    roles = [_plan_engine(role, read_role_config(plan, role, model)) for role in plan.roles]
+    for servers in plan.servers:
+        policy = plan.servers[0].model.path
+        served = model if servers.model.path == policy else read_config(servers.model.path)
+        roles.append(_plan_servers(servers, served))
+    return roles
+
+
+def read_role_config(plan: RunPlan, role: Role, model: HFConfig) -> HFConfig:
+    """Return config.json of what a role trains or scores with: with the head of a value model.
+
+    Args:
+        model: config.json of the policy, which may be planned without its folder.
+    """
+    first = plan.roles[0]  # the policy
+    config = model if role.path == first.path else read_config(role.path)
+    if role.model_type == "language_model":
+        return config
+    return build_value_config(config, CLASSIFICATION if role.name == CRITIC else SEQUENCE)
 
 
 def fold_stages(stages: Sequence[StagePlan]) -> list[StagePlan]:
@@ -230,52 +141,33 @@ def fold_stages(stages: Sequence[StagePlan]) -> list[StagePlan]:
     return folded
 
 
-def plan_supervised_roles(config: TrainConfig, model: HFConfig) -> list[RolePlan]:
-    """Return the roles of a supervised job: the model, and a reference model if it has one."""
-    if isinstance(config, RMConfig):
-        model = build_value_config(model, SEQUENCE)
-    plans = [_plan_engine("model", "updates", config.engine, config, model)]
-    if has_reference_model(config):
-        plain = replace(config.engine, lora=LoRAConfig())
-        plans.append(
-            _plan_engine("reference", "log-probs for the loss", plain, config, model, trains=False)
-        )
-    return plans
-
-
-def _plan_engine(
-    name: str,
-    task: str,
-    engine: EngineConfig,
-    config: RLConfig | TrainConfig,
-    model: HFConfig,
-    *,
-    trains: bool = True,
-) -> RolePlan:
+def _plan_engine(role: Role, model: HFConfig) -> RolePlan:
     """Plan a role with a training engine: a stage for each pipeline rank.
 
     How an engine with the format "full" shards the model is not known: sizes are without sharding.
     """
+    engine, task = role.spec.engine, role.task
     family, layout, sizes = get_family(model), engine.layout, get_model_sizes(model)
     shard_format = load_backend(engine).shard_format
     if shard_format == "rows":
-        return _plan_sharded_engine(name, task, engine, config, model, trains=trains)
+        return _plan_sharded_engine(role, model)
     if shard_format == "full":
         layout, task = Layout(dp=layout.world_size), f"{task}; sizes without sharding"
     num_mtp = family.num_mtp_layers(model) if engine.mtp_loss_coef else 0
     chunks = split_into_chunks(layout, sizes.num_layers, num_mtp)
     mesh = Mesh(layout)
     padded = pad_vocab_size(model, layout.tp)
-    all_weights = _map_weights(family, _format_config(model), padded, is_critic=name == "critic")
+    is_critic = role.model_type == "value_model"
+    all_weights = _map_weights(family, _format_config(model), padded, is_critic=is_critic)
     weights = [weight for weight in all_weights if num_mtp or weight.stage != "mtp"]
     ranks_of_layout = TrainingRanks(mesh, chunks, sizes.num_experts)
     rank_counts = _count_elements(ranks_of_layout, weights, engine.lora)
-    itemsize = ITEMSIZES[config.model.dtype]
+    itemsize = ITEMSIZES[role.spec.model.dtype]
     stages = []
     for pp_rank in range(layout.pp):
         ranks = mesh.get_ranks(pp_rank=pp_rank)
         counts = rank_counts[ranks[0]]
-        trained = counts.dense + counts.expert if trains else 0
+        trained = counts.dense + counts.expert if role.is_trained else 0
         optimizer_bytes = _compute_optimizer_bytes(counts, engine, mesh, itemsize)
         stages.append(
             StagePlan(
@@ -289,30 +181,22 @@ def _plan_engine(
                 parameters=counts.parameters,
                 weight_bytes=_compute_weight_bytes(counts, itemsize),
                 gradient_bytes=trained * _FLOAT32,
-                optimizer_bytes=optimizer_bytes if trains else 0,
+                optimizer_bytes=optimizer_bytes if role.is_trained else 0,
             )
         )
-    return RolePlan(name, task, _format_axes(engine.layout), tuple(stages))
+    return RolePlan(role.name, task, _format_axes(engine.layout), tuple(stages))
 
 
-def _plan_sharded_engine(
-    name: str,
-    task: str,
-    engine: EngineConfig,
-    config: RLConfig | TrainConfig,
-    model: HFConfig,
-    *,
-    trains: bool,
-) -> RolePlan:
+def _plan_sharded_engine(role: Role, model: HFConfig) -> RolePlan:
     """Plan a role with an engine that shards by rows: the fullest rank stands for all.
 
     Weights, gradients and Adam's moments of one that trains are float32.
     """
+    engine = role.spec.engine
     layout, lora = engine.layout, engine.lora
-    kind = build_value_config(model) if name == "critic" else model
     ranks = ShardedRanks(layout.world_size, engine.fsdp.num_replicas, layout.ep)
     parameters, trained = Counter[int](), Counter[int]()
-    for weight in map_sharded_weights(kind, layout.ep):
+    for weight in map_sharded_weights(model, layout.ep):
         holders = ranks.get_holders(weight)
         for index, members in enumerate(holders):
             shape = weight.rule.get_local_shape(Shard(index, len(holders)))
@@ -322,8 +206,8 @@ def _plan_sharded_engine(
             for rank in members:
                 parameters[rank] += math.prod(shape) + adapter
                 trained[rank] += adapter if lora.rank else math.prod(shape)
-    most, most_trained = max(parameters.values()), max(trained.values()) if trains else 0
-    itemsize = _FLOAT32 if trains else ITEMSIZES[config.model.dtype]
+    most, most_trained = max(parameters.values()), max(trained.values()) if role.is_trained else 0
+    itemsize = _FLOAT32 if role.is_trained else ITEMSIZES[role.spec.model.dtype]
     stage = StagePlan(
         ranks=tuple(range(layout.world_size)),
         layers="rows of every layer",
@@ -332,7 +216,7 @@ def _plan_sharded_engine(
         gradient_bytes=most_trained * _FLOAT32,
         optimizer_bytes=most_trained * 2 * _FLOAT32,
     )
-    return RolePlan(name, task, _format_axes(layout), (stage,))
+    return RolePlan(role.name, role.task, _format_axes(layout), (stage,))
 
 
 def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:
@@ -382,12 +266,9 @@ def _format_servers(servers: RolloutConfig) -> str:
     return f"{servers.num_servers} {name} server{'s' * (servers.num_servers > 1)}"
 
 
-def _plan_servers(
-    name: str, task: str, rollout: RolloutConfig, config: RLConfig, model: HFConfig
-) -> RolePlan:
-    """Plan a role with servers, which are all equal: one stage."""
-    sizes = get_model_sizes(model)
-    num_ranks = rollout.num_servers * rollout.num_workers
+def _plan_servers(servers: Servers, model: HFConfig) -> RolePlan:
+    """Plan servers, which are all equal: one stage."""
+    rollout, sizes = servers.settings, get_model_sizes(model)
     layout = build_generation_layout(rollout, 1)
     server_class = load_server_class(rollout)
     weight_format = server_class.features.weight_format or "huggingface"
@@ -402,16 +283,17 @@ def _plan_servers(
         quantization=rollout.quantization,
     )
     stage = StagePlan(
-        ranks=tuple(range(num_ranks)),
+        ranks=tuple(range(servers.num_workers)),
         layers=f"all {sizes.num_layers} layers",
         parameters=largest.parameters,
-        weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[config.model.dtype]),
+        weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[servers.model.dtype]),
         gradient_bytes=0,
         optimizer_bytes=0,
         cache_bytes=server_class.get_kv_cache_bytes(rollout),
     )
     server = GenerationLayout(tp=rollout.tp, dp=rollout.dp)
-    return RolePlan(name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)
+    task = f"{servers.task}: {_format_servers(rollout)}"
+    return RolePlan(servers.name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)
 
 
 # A search plans one model hundreds of times, and a large one has 60,000 weights. Its config is text

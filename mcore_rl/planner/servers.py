@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.registry import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
 from mcore_rl.models.base import HFConfig, get_family, get_model_sizes
 
 GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
 ATTENTION_WORKSPACE_BYTES = 394 << 20
-# Of `vllm serve` on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2935).
-DEFAULT_MAX_SEQS, DEFAULT_BATCHED_TOKENS = 1024, 8192
 _MAX_GRAPH_SIZE = 512  # tokens of the largest graph by default (vllm/config/vllm.py:2356)
 _FLOAT32 = 4
 

@@ -9,17 +9,11 @@ from dataclasses import dataclass
 
 from mcore_rl.config.resolve import are_colocated
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
+from mcore_rl.jobs.run_plan import CRITIC, Role, RunPlan, needs_reference_log_probs, plan_run
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.planner.flops import ModelWork, count_work
 from mcore_rl.planner.generation import GenerationTime, Lengths, ServerModel
 from mcore_rl.planner.hardware import Hardware
-from mcore_rl.planner.pools import build_pool_plans, count_devices
-from mcore_rl.planner.roles import (
-    get_frozen_engines,
-    get_frozen_paths,
-    needs_critic,
-    needs_reference_log_probs,
-)
 from mcore_rl.planner.training import Load, TrainingModel, UpdateTime, check_backend
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
@@ -96,12 +90,16 @@ def predict_step(
     reads_log_probs = config.algorithm.correction.use_rollout_log_probs
     has_pass = not reads_log_probs and bool(find_log_prob_pass_reason(config))
     values_s = 0.0
-    if needs_critic(config):
+    run = plan_run(config)
+    if role := run.find(CRITIC):
         critic_dtype = get_dtype(config, config.critic)
-        critic = TrainingModel(work.with_value_head(), config.critic, hardware, critic_dtype)
+        critic_work = work
+        if role.path != config.model.path:
+            critic_work = count_work(read_config(role.path))
+        critic = TrainingModel(critic_work.with_value_head(), config.critic, hardware, critic_dtype)
         update_s = critic.predict_update(mini_load).total_s
         values_s = critic.predict_forward(step_load) + num_mini_batches * update_s
-    scores = _predict_scores(config, hardware, step_load)
+    scores = _predict_scores(config, run, hardware, step_load)
     update = engine.predict_update(mini_load)
     server = ServerModel(work, model, rollout, hardware, config.model.dtype)
     share = max(1, round(samples / rollout.num_servers))
@@ -110,7 +108,7 @@ def predict_step(
     )
     is_shared = are_colocated(config.placement, "actor", "rollout")
     num_training = actor.layout.world_size
-    num_devices = count_devices(build_pool_plans(config))
+    num_devices = run.num_devices
     if sync_bytes is None:
         sync_bytes = work.parameters * server.itemsize / rollout.num_workers
     link = hardware.get_link(num_devices)
@@ -149,16 +147,18 @@ def get_dtype(config: RLConfig | TrainConfig, engine: EngineConfig) -> str:
     return "float32" if config.model.dtype == "float32" else "bfloat16"
 
 
-def _predict_scores(config: RLConfig, hardware: Hardware, load: Load) -> dict[str, float]:
+def _predict_scores(
+    config: RLConfig, run: RunPlan, hardware: Hardware, load: Load
+) -> dict[str, float]:
     """Return the seconds of a pass of the reward model and of each teacher, by role."""
-    paths, seconds = get_frozen_paths(config), {}
-    for role, engine in get_frozen_engines(config).items():
+    seconds = {}
+    for role in filter(Role.is_scoring, run):
+        engine, work = role.spec.engine, count_work(read_config(role.path))
         check_backend(engine)
-        work = count_work(read_config(paths[role]))
-        if role == "reward_model":
+        if role.model_type == "reward_model":
             work = work.with_value_head()
         model = TrainingModel(work, engine, hardware, get_dtype(config, engine))
-        seconds[role] = model.predict_forward(load)
+        seconds[role.name] = model.predict_forward(load)
     return seconds
 
 

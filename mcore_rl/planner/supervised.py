@@ -10,7 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from mcore_rl.config.resolve_train import count_row_conversations, get_data_config
-from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.config.schema import LoRAConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.jobs.run_plan import (
+    REFERENCE,
+    RunPlan,
+    needs_reference_log_probs,
+    plan_supervised,
+)
 from mcore_rl.models.base import HFConfig
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
@@ -28,22 +34,9 @@ from mcore_rl.planner.memory import (
     count_state_bytes,
     counts_activations,
 )
-from mcore_rl.planner.roles import (
-    RolePlan,
-    has_reference_model,
-    needs_reference_log_probs,
-    plan_supervised_roles,
-)
+from mcore_rl.planner.roles import RolePlan, plan_roles
 from mcore_rl.planner.step import get_dtype
 from mcore_rl.planner.training import Load, TrainingModel, UpdateTime, check_backend
-
-
-def shares_devices(config: TrainConfig) -> bool:
-    """Return whether a reference model is on the devices of the trained one."""
-    if not isinstance(config, DPOConfig):
-        return False
-    return has_reference_model(config) and config.reference.placement == "shared"
-
 
 # Memory
 
@@ -57,18 +50,22 @@ def plan_supervised_memory(
         model: config.json of the model. Quantised weights are planned as what they become,
             model.dtype.
     """
-    roles = plan_supervised_roles(config, model)
+    run = plan_supervised(config)
+    roles = plan_roles(run, model)
     moments = [
-        moment for role in roles for moment in _plan_role(config, model, conditions, role, roles[0])
+        moment
+        for role in roles
+        for moment in _plan_role(config, run, model, conditions, role, roles[0])
     ]
     is_counted = counts_activations(config.engine, model)
     uncounted = () if is_counted else tuple(role.name for role in roles)
-    host = _compute_host_bytes(config, roles, conditions.gpus_per_node)
+    host = _compute_host_bytes(config, run, roles, conditions.gpus_per_node)
     return MemoryPlan(tuple(roles), tuple(moments), host, 0, 0, uncounted)
 
 
 def _plan_role(
     config: TrainConfig,
+    run: RunPlan,
     model: HFConfig,
     conditions: Conditions,
     role: RolePlan,
@@ -81,7 +78,8 @@ def _plan_role(
     passes = {"reference": ["log-probs"], "model": ["update"]}[role.name]
     if role is trained and not isinstance(config, SFTConfig):
         passes.insert(0, "scores" if isinstance(config, RMConfig) else "log-probs")
-    is_beside = role is not trained and shares_devices(config)
+    is_beside = role is not trained and run.takes_turns(role.name)
+    num_processes = len(run.get_pool(role.name).roles)
     for name in passes:
         folded: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for pp_rank, stage in enumerate(role.stages):
@@ -94,9 +92,8 @@ def _plan_role(
                 kinds = {"weights": kinds["weights"]}
             kinds |= _count_pass(config, model, conditions, pp_rank, trains=name == "update")
             if conditions.lane == "cuda":
-                processes = 1 + shares_devices(config)
-                kinds["CUDA contexts"] = CONTEXT_BYTES * processes
-                kinds["NCCL"] = count_nccl_bytes(config.engine.layout) * processes
+                kinds["CUDA contexts"] = CONTEXT_BYTES * num_processes
+                kinds["NCCL"] = count_nccl_bytes(config.engine.layout) * num_processes
                 kinds["fragmentation"] = count_fragmentation(kinds)
             folded.setdefault(tuple(kinds.items()), []).extend(stage.ranks)
         for items, ranks in folded.items():
@@ -120,11 +117,13 @@ def _count_pass(
     )
 
 
-def _compute_host_bytes(config: TrainConfig, roles: list[RolePlan], size: int) -> dict[str, int]:
+def _compute_host_bytes(
+    config: TrainConfig, run: RunPlan, roles: list[RolePlan], size: int
+) -> dict[str, int]:
     """Return the bytes on the fullest node, without data."""
     host = Counter[str]()
     for role in roles:
-        takes_turns = role is not roles[0] and shares_devices(config)
+        takes_turns = role is not roles[0] and run.takes_turns(role.name)
         host += count_node_bytes(config, role, config.engine, size, takes_turns=takes_turns)
     return dict(host)
 
@@ -164,7 +163,7 @@ def predict_supervised_step(
         model: config.json of the model.
         lengths: Of the rows' conversations: prompts and what follows them.
     """
-    engine = config.engine
+    engine, run = config.engine, plan_supervised(config)
     check_backend(engine)
     work = count_work(model)
     if isinstance(config, RMConfig):
@@ -181,18 +180,17 @@ def predict_supervised_step(
         plain = replace(engine, lora=LoRAConfig())
         reference = TrainingModel(work, plain, hardware, dtype)
         reference_s = reference.predict_forward(load)
-        if shares_devices(config):
+        if REFERENCE in run and run.takes_turns(REFERENCE):
             size = sum(reference.count_local_parameters()) * reference.itemsize
             offload_s = 2 * size / (hardware.host_bandwidth * hardware.host_share)
     num_devices = engine.layout.world_size
-    num_pools = 1 + (has_reference_model(config) and not shares_devices(config))
     flops = trained.count_training_flops(load)
     return SupervisedStepTime(
         scores_s=0.0 if isinstance(config, SFTConfig) else forward_s,
         reference_s=reference_s,
         offload_s=offload_s,
         update=update,
-        num_devices=num_devices * num_pools,
+        num_devices=run.num_devices,
         tokens=tokens,
         mfu=flops / (update.total_s * num_devices * hardware.get_peak_flops(dtype)),
     )

@@ -15,6 +15,7 @@ import torch
 from mcore_rl.config.schema import AlgorithmConfig, Layout, RLConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.jobs.run_plan import Role, plan_run
 from mcore_rl.trainers.policy_loss import PolicyLoss
 from tests.fakes import LocalGroup
 
@@ -68,7 +69,7 @@ def supervised(path: Path, batch: Batch, temperature: float, folder: Path) -> ra
 
     output: Any = SimpleNamespace(folder=folder, progress=progress)
     with ExitStack() as stack:
-        rl._warm_start(config, batch, output, _Pools(), stack)
+        rl._warm_start(config, plan_run(config), batch, output, _Pools(), stack)
     return {"losses": losses}
 
 
@@ -80,10 +81,8 @@ class _Pools:
     """Whose groups are a worker each, which hands its results out as a group does."""
 
     @contextmanager
-    def group(
-        self, role: str, worker: type, args: tuple[Any, ...], layout: Layout, **_: Any
-    ) -> Iterator[Any]:
-        made = worker(*args)
+    def start(self, role: Role) -> Iterator[Any]:
+        made = ModelWorker(*role.build_worker_arguments())
         ranks._STARTED.append(made._engine)
         yield _Group(
             initialize=made.initialize,

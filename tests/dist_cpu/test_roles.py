@@ -23,6 +23,7 @@ from mcore_rl.config.schema import (
     RecomputeConfig,
     RLConfig,
 )
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.models.base import get_family, pad_vocab_size, read_config
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.planner.activations import PackSize, compute_pass_memory
@@ -117,7 +118,7 @@ def test_a_rank_holds_what_was_predicted(measured: dict[str, Any], name: str):
     model, dtype, engine = CASES[name]
     config = RLConfig(model=ModelConfig(dtype=dtype), actor=engine)
     hf_config = read_config(Path(measured["folder"]) / f"{model}-0")
-    [actor] = [role for role in plan_roles(config, hf_config) if role.name == "actor"]
+    [actor] = [role for role in plan_roles(plan_run(config), hf_config) if role.name == "actor"]
     predicted_sum = actual_sum = 0
     for stage in actor.stages:
         for rank in stage.ranks:
@@ -158,7 +159,7 @@ def measure_peaks(names: tuple[str, ...], world_size: int) -> dict[str, Any]:
 def predict_peak(engine: EngineConfig, model: dict[str, Any], result: dict[str, Any], pp: int):
     """Return the bytes that a rank holds, and those of a step beside them."""
     config = RLConfig(model=ModelConfig(dtype="float32"), actor=engine)
-    [actor] = [role for role in plan_roles(config, model) if role.name == "actor"]
+    [actor] = [role for role in plan_roles(plan_run(config), model) if role.name == "actor"]
     stage = actor.stages[pp]
     held = stage.weight_bytes + stage.gradient_bytes + stage.optimizer_bytes
     fields, layout = get_family(model).config_map(model), engine.layout
@@ -238,7 +239,9 @@ def test_the_peak_of_a_step_of_fsdp_is_predicted(fsdp_peaks: dict[str, Any], nam
     model, results = fsdp_peaks[name]
     actual = max(results, key=lambda result: result["step"])
     engine = build_fsdp_engine(granularity)
-    [actor] = plan_roles(RLConfig(model=ModelConfig(dtype=dtype), actor=engine), model)[:1]
+    [actor] = plan_roles(plan_run(RLConfig(model=ModelConfig(dtype=dtype), actor=engine)), model)[
+        :1
+    ]
     [stage] = actor.stages
     memory = compute_fsdp_pass(
         engine,

@@ -21,6 +21,7 @@ from mcore_rl.controller.ray_patches import skip_node_services
 from mcore_rl.controller.ray_session import has_gpus, ray_session
 from mcore_rl.jobs import placement
 from mcore_rl.jobs.placement import Pools
+from mcore_rl.jobs.run_plan import plan_run
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers import little
 
@@ -41,7 +42,7 @@ def test_each_role_gets_the_gpus_of_its_ranks_and_a_server_those_of_all_its_work
     servers = Layout(dp=2)
     with (
         ray_session(num_cpus=1, num_gpus=4, object_store_bytes=100 << 20, log_to_driver=False),
-        Pools(config, "GPU", tmp_path) as pools,
+        Pools(plan_run(config), "GPU", config.timeouts, tmp_path) as pools,
         contextlib.ExitStack() as stack,
     ):
         gpu_ids = pools.get_gpu_ids("rollout")

@@ -31,18 +31,18 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.prompt_batches import PromptBatches
 from mcore_rl.data.routed_experts import EXPERTS, list_expert_columns
 from mcore_rl.data.tokenizer import load_tokenizer
+from mcore_rl.engine.base import load_backend
 from mcore_rl.engine.worker import ModelWorker, apply_on_rank_zero
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.placement import Pools, get_device_resource, list_replayed_experts
 from mcore_rl.jobs.preflight import load_prompt_files
-from mcore_rl.planner.pools import build_pool_plans, count_devices
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.rollout.manager import RolloutPool
 from mcore_rl.rollout.weight_updater import WeightSync, connect
 from mcore_rl.trainers.async_rollout import AsyncRollout, RolloutPrefetcher
 from mcore_rl.trainers.checkpointing import Stateful
 from mcore_rl.trainers.policy_checks import compute_logprob_gaps
-from mcore_rl.trainers.policy_loss import PolicyLoss
 from mcore_rl.trainers.replay_buffer import ReplayBuffer
 from mcore_rl.trainers.step_samples import StepSampler
 from mcore_rl.trainers.training_batch import add_loss_weights
@@ -124,16 +124,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     prompts = load_prompt_files(
         {"data.train_file": config.data.train_file}, config, load_tokenizer(config.model.path)
     )
+    plan = plan_run(config)
     with (
         clean_up_on_exit() as scratch,
-        rl.open_session(config, count_devices(build_pool_plans(config)), scratch),
-        Pools(config, get_device_resource(), Path(config.output_dir)) as pools,
+        rl.open_session(config, plan.num_devices, scratch),
+        Pools(plan, get_device_resource(), config.timeouts, Path(config.output_dir)) as pools,
         contextlib.ExitStack() as stack,
     ):
-        servers = stack.enter_context(rl.build_server_pool(config, pools))
-        spec = rl._build_engine_spec(config, config.actor, 1)
-        arguments = spec, PolicyLoss(config.algorithm), "language_model"
-        layout, env = config.actor.layout, rl.load_backend(config.actor).rank_environment
+        servers = stack.enter_context(rl.build_server_pool(config, plan, pools))
+        arguments = plan["actor"].build_worker_arguments()
+        layout, env = config.actor.layout, load_backend(config.actor).rank_environment
         actor = pools.group(
             "actor", Watched, arguments, layout, name="actor", env=env(layout, "cpu")
         )

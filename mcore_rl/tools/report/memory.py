@@ -81,9 +81,9 @@ def _plan(settings: str, where: str, kind: str, lane: str) -> MemoryPlan | str:
     The run may be of somebody else: no code of it is imported, nothing is fetched.
     """
     from mcore_rl.cli.compose import compose_recorded  # slow to import: Hydra, torch
-    from mcore_rl.jobs.memory_check import check_memory, prepare_plan
     from mcore_rl.jobs.remote_paths import check_is_local
     from mcore_rl.planner.memory import Conditions
+    from mcore_rl.planner.memory_check import check_memory, prepare_plan
 
     schema: type[RLConfig] | type[TrainConfig] = JOB_SCHEMAS[kind]
     try:

@@ -23,8 +23,8 @@ from mcore_rl.controller.worker_group import wait_until_built
 from mcore_rl.data.batch import NO_VERSION, Samples
 from mcore_rl.data.datasets import PromptDataset, PromptRow
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.jobs.run_plan import CRITIC, plan_run
 from mcore_rl.observability.timeline import TIMELINE, StepTimeline
-from mcore_rl.planner.roles import needs_critic
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import connect
 from mcore_rl.rollout.worker import RolloutWorker
@@ -33,7 +33,7 @@ from mcore_rl.tools.simulate.times import Workload
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
 from mcore_rl.trainers.base import TrainerInputs, load_trainer
 from mcore_rl.trainers.checkpointing import CheckpointManager
-from mcore_rl.trainers.device_sharing import DeviceSharing, servers_sleep
+from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.sample_log import SampleLog
 
 _NUM_ROWS = 4096  # of the data set
@@ -152,7 +152,7 @@ def prepare_config(config: RLConfig) -> RLConfig:
     config.model.path = config.data.train_file = config.data.test_file = "simulated"
     config.task.name, config.warm_start.num_steps = "", 0
     config.trainer.eval_samples = config.trainer.save_every = 0
-    if needs_critic(config):
+    if CRITIC in plan_run(config):
         raise ConfigError(
             f"algorithm.advantage={config.algorithm.advantage!r} trains a critic, of which plan "
             "simulate has no model; allowed: an advantage without values, as 'grpo'"
@@ -255,7 +255,7 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> DeviceSharing:
     """Start the actor and the servers as a job does, and connect them."""
-    shared = servers_sleep(config.placement, ["actor"])
+    shared = plan_run(config).servers_sleep
     restarts: dict[int, int] = {}
 
     def start_server(number: int) -> SimulatedGroup:

@@ -20,7 +20,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     SFTConfig,
 )
-from mcore_rl.planner.pools import build_pool_plans, count_devices
+from mcore_rl.jobs.run_plan import plan_run
 from tests.nightly import nightly
 
 
@@ -308,7 +308,7 @@ def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     resolved = resolve_for_lane(config, "cuda")
     assert resolved.actor.layout == resolved.warm_start.layout == Layout()
     assert resolved.model.dtype == "bfloat16" and resolved.task.name == "last_digit"
-    assert count_devices(build_pool_plans(resolved)) == 1
+    assert plan_run(resolved).num_devices == 1
 
 
 def test_settings_of_a_function_are_given_one_by_one_or_as_a_mapping(tmp_path):

@@ -14,9 +14,9 @@ from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.jobs.evaluate import print_table
 from mcore_rl.observability.console import MeanWithError, print_before_after
+from mcore_rl.planner.dry_run import dry_run
 from tests.nightly import all_but
 
 PUBLISHED = Path(__file__).parents[1] / "models" / "published"

@@ -7,8 +7,7 @@ import pytest
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve_algorithm import build_teachers, resolve_frozen_models
 from mcore_rl.config.schema import Layout, LoRAConfig, RLConfig
-from mcore_rl.jobs.placement import list_engine_roles
-from mcore_rl.planner.pools import PoolPlan, build_pool_plans
+from mcore_rl.jobs.run_plan import Pool, plan_run
 
 MATH = {"math": {"model_path": "math", "weight": 2, "layout": {"pp": 4}}, "start": {}}
 
@@ -94,11 +93,11 @@ def test_teachers_have_layouts_of_their_own_and_take_turns_or_have_devices():
     assert [t.weight for t in teachers.values()] == [2.0, 1.0]
     config.placement.rollout = "shared"
     roles = ("actor", "reward_model", "teacher.math", "teacher.start", "rollout")
-    assert build_pool_plans(config) == {"shared pool": PoolPlan(roles, 8)}
+    assert plan_run(config).pools == (Pool("shared pool", roles, 8),)
     config.placement.teacher = "own"
-    assert build_pool_plans(config) == {
-        "shared pool": PoolPlan(("actor", "reward_model", "rollout"), 1),
-        "teacher.math": PoolPlan(("teacher.math",), 8),
-        "teacher.start": PoolPlan(("teacher.start",), 2),
-    }
-    assert list_engine_roles(config) == {*roles} - {"rollout"}
+    assert plan_run(config).pools == (
+        Pool("shared pool", ("actor", "reward_model", "rollout"), 1),
+        Pool("teacher.math", ("teacher.math",), 8),
+        Pool("teacher.start", ("teacher.start",), 2),
+    )
+    assert [role.name for role in plan_run(config)] == [*roles[:-1]]

@@ -21,6 +21,7 @@ from mcore_rl.inference.registry import (
 )
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.preflight import check_servers
+from mcore_rl.jobs.run_plan import plan_run
 
 SERVER = """
 from mcore_rl.config.errors import ConfigError
@@ -97,7 +98,7 @@ def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, back
     config = make_config(backend.format(file=tmp_path / "server.py"))
     with pytest.raises(ConfigError, match=re.escape(message)):
         resolve(config)
-        check_servers(resolve_for_lane(config, "cpu"))
+        check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
 
 
 @pytest.mark.parametrize(
@@ -135,7 +136,7 @@ def test_a_setting_that_needs_a_feature_is_refused_by_name(tmp_path, missing, se
     config = make_config(write_backend(tmp_path, features), **settings)
     resolve(config)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_servers(resolve_for_lane(config, "cpu"))
+        check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
 
 
 CONFIG = transformers.Qwen3Config(
@@ -225,7 +226,7 @@ def test_without_features_a_server_takes_checkpoints_on_devices_of_its_own(tmp_p
         write_backend(tmp_path, ""), weight_sync__method="full_export", placement__rollout="own"
     )
     resolve(config)
-    check_servers(resolve_for_lane(config, "cpu"))
+    check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
 
 
 def test_servers_of_frozen_models_have_backends_too(tmp_path):
@@ -234,7 +235,7 @@ def test_servers_of_frozen_models_have_backends_too(tmp_path):
     config.models = {"judge": {"backend": write_backend(tmp_path), "tp": 2}}
     resolve(config)
     with pytest.raises(ConfigError, match=r"models.judge.tp=2: a server of models.judge.backend="):
-        check_servers(resolve_for_lane(config, "cpu"))
+        check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
     config.models["judge"]["backend"] = "trtllm"
     with pytest.raises(ConfigError, match=r"models.judge.backend='trtllm'; allowed: 'vllm', 's"):
         resolve(config)

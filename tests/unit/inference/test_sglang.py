@@ -31,6 +31,7 @@ from mcore_rl.inference.sglang import server as sglang_module
 from mcore_rl.inference.sglang.client import SGLangClient, SGLangError
 from mcore_rl.inference.sglang.server import SGLangServer, parse_completion
 from mcore_rl.jobs.preflight import check_servers
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.testing import check_server
 from tests import sglang_server
 from tests.e2e.served import tokenizer
@@ -405,11 +406,11 @@ def test_weights_come_as_checkpoints_only(method):
     resolve(config)
     config = resolve_for_lane(config, "cpu")
     if method == "full_export":
-        check_servers(config)
+        check_servers(config, plan_run(config))
         return
     message = f"weight_sync.method='{method}': servers of rollout.backend='sglang' take checkpoi"
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_servers(config)
+        check_servers(config, plan_run(config))
 
 
 def test_frozen_models_have_settings_of_sglang():
@@ -418,7 +419,7 @@ def test_frozen_models_have_settings_of_sglang():
     config.agent.loop, config.agent.environment = "environment", "guessing"
     config.models = {"judge": {"backend": "sglang", "sglang": {"url": "http://127.0.0.1:1"}}}
     resolve(config)
-    check_servers(resolve_for_lane(config, "cpu"))
+    check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
     config.models["judge"]["sglang"] = {"port": 1}
     message = "models.judge.sglang.port=1; allowed: url, api_key_env, python, arguments"
     with pytest.raises(ConfigError, match=message):

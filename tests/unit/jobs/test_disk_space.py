@@ -26,6 +26,7 @@ from mcore_rl.jobs.disk_space import (
     export_weights,
 )
 from mcore_rl.jobs.failure import RunFailed
+from mcore_rl.jobs.run_plan import plan_run
 
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,
@@ -93,10 +94,10 @@ def test_check_disk_space_counts_all_that_a_run_writes_at_a_time(
     change(rl_config)
     free = SimpleNamespace(free=round(copies * WEIGHT_BYTES))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: free)
-    check_disk_space(rl_config, tmp_path)
+    check_disk_space(rl_config, plan_run(rl_config), tmp_path)
     free.free -= 1
     with pytest.raises(ConfigError, match=r"^output_dir='out' has .* left; needed are") as raised:
-        check_disk_space(rl_config, tmp_path)
+        check_disk_space(rl_config, plan_run(rl_config), tmp_path)
     assert str(raised.value).endswith(parts)
 
 
@@ -118,9 +119,10 @@ def test_critic_bytes_are_those_of_its_checkpoint(tmp_path):
     larger = tmp_path / "larger"
     larger.mkdir()
     (larger / "config.json").write_text(json.dumps(DENSE | {"vocab_size": 256}))
-    assert compute_critic_bytes(rl_config) == CRITIC_BYTES
+    rl_config.algorithm.advantage = "gae"
+    assert compute_critic_bytes(plan_run(rl_config)["critic"]) == CRITIC_BYTES
     rl_config.critic.model_path = str(larger)
-    assert compute_critic_bytes(rl_config) == CRITIC_BYTES + 2 * 128 * 8
+    assert compute_critic_bytes(plan_run(rl_config)["critic"]) == CRITIC_BYTES + 2 * 128 * 8
 
 
 def test_a_router_s_bias_stays_in_float32(tmp_path):

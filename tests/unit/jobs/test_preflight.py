@@ -25,9 +25,14 @@ from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.examples.tasks import tiny_model
 from mcore_rl.jobs import preflight
 from mcore_rl.jobs.placement import list_replayed_experts
-from mcore_rl.jobs.preflight import _check_choices, check_inputs, check_layouts, load_prompt_files
+from mcore_rl.jobs.preflight import (
+    check_inputs,
+    check_layouts,
+    check_reward_parts,
+    load_prompt_files,
+)
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.jobs.supervised_preflight import _check_train_rows
-from mcore_rl.planner.roles import count_actor_steps
 from mcore_rl.rewards.registry import get_parts, get_registry
 from tests.unit.agents.families import tokenizer_of
 
@@ -55,7 +60,7 @@ def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path
         rf"^{setting}='{tmp_path}/other': .*quant_method='awq' is not supported; allowed: 'fp8'"
     )
     with pytest.raises(ConfigError, match=message):
-        check_layouts(config)
+        check_layouts(config, plan_run(config))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_gpu_memory_that_servers_cannot_map_is_refused_before_a_run(
     config = RLConfig(model=ModelConfig(path="/nowhere"))
     config.weight_sync.method = method
     with pytest.raises(ConfigError, match=message):
-        check_inputs(config)
+        check_inputs(config, plan_run(config))
 
 
 TESTS = '{"asserts": ["assert f()"]}'
@@ -121,15 +126,15 @@ def test_the_schedule_of_an_actor_has_the_steps_that_it_takes(
     config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
     config.algorithm.advantage, config.algorithm.num_mini_batches = advantage, 2
     config.trainer.num_steps, config.critic.warmup_steps = 10, warmup_steps
-    assert count_actor_steps(config) == expected
+    assert plan_run(config)["actor"].spec.total_steps == expected
     config.actor.optimizer.schedule = "wsd"
     config.actor.optimizer.wsd_decay_steps = expected
-    check_layouts(config)
+    check_layouts(config, plan_run(config))
     if expected < 20:
         config.actor.optimizer.wsd_decay_steps += 1
         message = rf"actor\.optimizer\.wsd_decay_steps={expected + 1}: {expected} steps"
         with pytest.raises(ConfigError, match=message):
-            check_layouts(config)
+            check_layouts(config, plan_run(config))
 
 
 def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):
@@ -137,10 +142,12 @@ def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_pat
     shutil.copy(qwen, tmp_path / "config.json")
     config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
     config.critic.layout = Layout(tp=3)
-    assert check_layouts(config)["num_hidden_layers"] == 48  # without a critic nobody reads it
+    assert (
+        check_layouts(config, plan_run(config))["num_hidden_layers"] == 48
+    )  # without a critic nobody reads it
     config.algorithm.advantage = "gae"
     with pytest.raises(ConfigError, match=r"critic\.layout\.tp=3 does not divide"):
-        check_layouts(config)
+        check_layouts(config, plan_run(config))
 
 
 def published(folder: Path, name: str, **changes: object) -> RLConfig:
@@ -154,8 +161,9 @@ def published(folder: Path, name: str, **changes: object) -> RLConfig:
 
 
 def test_experts_are_not_replayed_where_the_servers_cannot_record_them(tmp_path: Path):
+    config = published(tmp_path, "DeepSeek-V3", num_nextn_predict_layers=0)
     with pytest.raises(ConfigError, match=r"router_replay='rollout': vLLM on a CPU records no"):
-        check_layouts(published(tmp_path, "DeepSeek-V3", num_nextn_predict_layers=0))
+        check_layouts(config, plan_run(config))
 
 
 def test_each_pipeline_rank_replays_its_own_layers_with_experts(tmp_path: Path):
@@ -217,7 +225,7 @@ CURRICULUM = "data.curriculum.name=learnability"
 )
 def test_a_name_that_no_built_in_reward_returns_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        _check_choices(compose_config(RLConfig, ["recipe=quickstart", *given]))
+        check_reward_parts(compose_config(RLConfig, ["recipe=quickstart", *given]))
 
 
 @pytest.mark.parametrize(
@@ -235,7 +243,7 @@ def test_names_of_parts_that_there_are_or_may_be_pass(given, tmp_path):
     file = tmp_path / "own.py"
     file.write_text("def f(text, fields, finish_reason):\n    return {'reward': 0.0}\n")
     given = [text.replace("{own}", f"{file}:f") for text in given]
-    _check_choices(compose_config(RLConfig, ["recipe=quickstart", *given]))
+    check_reward_parts(compose_config(RLConfig, ["recipe=quickstart", *given]))
 
 
 @pytest.mark.parametrize("loop", ["environment", "verifiers"])

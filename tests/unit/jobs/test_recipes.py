@@ -19,11 +19,11 @@ from mcore_rl.cli.main import main
 from mcore_rl.cli.plan_time import count_sync_bytes
 from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, Moment, plan_memory
-from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.step import StepTime, predict_step
 from tests.unit.jobs.test_dry_run import dry_run
 
@@ -96,7 +96,7 @@ def test_every_recipe_is_tested_here_or_by_the_quickstart():
 
 @each_recipe
 def test_a_recipe_fits_its_gpus_at_every_moment(name):
-    assert count_devices(build_pool_plans(composed(name))) == RECIPES[name].num_gpus
+    assert plan_run(composed(name)).num_devices == RECIPES[name].num_gpus
     spare = MemoryLimit.parse("h100").memory_bytes - plan_of(name).worst.total
     assert spare >= 3e9  # the constants beside tensors are uncertain
 

@@ -15,12 +15,14 @@ from mcore_rl.data.sample_tables import get_table_path, list_tables, write_table
 from mcore_rl.jobs.output import RunOutput, lock_run_dir
 from mcore_rl.jobs.resume import (
     _check_settings,
+    check_critic,
     check_data,
     find_checkpoint_to_resume,
     get_end_step,
     prepare_settings,
     remove_warm_start,
 )
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.observability.expert_load import EXPERT_LOAD_FILE, ExpertLoad, read_expert_load
 from mcore_rl.observability.metrics import read_metrics
@@ -77,9 +79,11 @@ def test_a_path_is_taken_from_another_run_and_of_this_one_only_the_newest(tmp_pa
 def test_a_run_with_a_critic_goes_on_only_from_a_checkpoint_with_one(tmp_path):
     rl_config = config(tmp_path)
     saved(rl_config, tmp_path, 2)
+    checkpoint = find_checkpoint_to_resume(rl_config, tmp_path)
+    check_critic(plan_run(rl_config), checkpoint, "grpo")
     rl_config.algorithm.advantage = "gae"
     with pytest.raises(ConfigError, match=r"has no critic, which algorithm.advantage='gae' needs"):
-        find_checkpoint_to_resume(rl_config, tmp_path)
+        check_critic(plan_run(rl_config), checkpoint, "gae")
 
 
 def test_a_run_does_not_go_on_with_samples_of_another_age(tmp_path):

@@ -17,6 +17,7 @@ from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.jobs import rl
 from mcore_rl.jobs.rl import build_frozen_servers
+from mcore_rl.jobs.run_plan import plan_run
 from tests.fakes import LocalGroup
 
 
@@ -68,10 +69,10 @@ def test_ranks_and_servers_wait_longer_inside_than_the_driver_does():
     """So the driver, which sees all of them, is the one that tells who is stuck."""
     config = RLConfig(timeouts=TimeoutsConfig(start_s=500, call_s=400))
     config.weight_sync.timeout_s, config.placement = 300, resolve_placement(config)
-    pools, spec = Pools(), rl._build_engine_spec(config, config.actor, 0)
-    with rl._start_engine(pools, "actor", spec, None), rl.build_server_pool(config, pools):
+    pools, plan = Pools(), plan_run(config)
+    with rl.build_server_pool(config, plan, pools):
         pass
-    assert [spec.timeout_s for spec in pools.specs] == [560, 560]
+    assert [spec.timeout_s for spec in (*pools.specs, plan["actor"].spec)] == [560, 560]
 
 
 class MortalGroup(LocalGroup):
@@ -101,7 +102,7 @@ def test_frozen_server_that_died_is_reported_and_no_error_at_the_end(capsys):
     config, pools = RLConfig(), MortalPools()
     config.model.path = "/models/one"
     config.models = {"user": {"num_servers": 2}, "judge": {}}
-    with build_frozen_servers(config, pools) as servers:  # type: ignore[arg-type]
+    with build_frozen_servers(config, plan_run(config), pools) as servers:  # type: ignore[arg-type]
         assert [*servers.groups] == ["user", "judge"]
     assert [group.calls[0] for group in pools.groups] == ["shut_down"] * 2
     assert capsys.readouterr().out == "models.user.shut_down: rank 0 died\n"

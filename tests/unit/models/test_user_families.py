@@ -19,7 +19,6 @@ from mcore_rl.config.schema import (
     WeightSyncConfig,
 )
 from mcore_rl.engine.base import EngineSpec, create_engine
-from mcore_rl.jobs.dry_run import dry_run
 from mcore_rl.models.base import (
     get_family,
     get_user_family,
@@ -27,6 +26,7 @@ from mcore_rl.models.base import (
     scope_family,
     use_family,
 )
+from mcore_rl.planner.dry_run import dry_run
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.testing.family import save_random_checkpoint
 from mcore_rl.weight_sync.spec import TransferSpec, read_served_config

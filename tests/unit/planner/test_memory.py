@@ -27,7 +27,6 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
-from mcore_rl.jobs.memory_check import find_device
 from mcore_rl.models.base import get_family
 from mcore_rl.planner.activations import count_copies, count_layer_bytes
 from mcore_rl.planner.fixes import Fix, apply_change, find_fixes, list_changes
@@ -44,6 +43,7 @@ from mcore_rl.planner.memory import (
     count_nccl_bytes,
     plan_memory,
 )
+from mcore_rl.planner.memory_check import find_device
 from mcore_rl.planner.report import COLUMNS, describe_verdict
 from tests.published_runs import RUNS, format_memory_table, plan_run_memory
 

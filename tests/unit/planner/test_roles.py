@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from mcore_rl.config.schema import Layout, OptimizerConfig, RLConfig
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.models.base import get_family
 from mcore_rl.planner.activations import count_layer_bytes
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import plan_memory
-from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.roles import RolePlan
 from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import Load, TrainingModel
@@ -77,9 +77,9 @@ def test_a_reference_on_its_own_pool_takes_its_devices_and_none_of_the_actors_me
     config.placement.reference = "shared"
     shared = {m.name: m for m in plan_memory(config, MODEL, test_memory.CPU).moments}
     shared_step = predict(config)
-    assert count_devices(build_pool_plans(config)) == 8
+    assert plan_run(config).num_devices == 8
     config.placement.reference = "own"
-    assert count_devices(build_pool_plans(config)) == 8 + 8
+    assert plan_run(config).num_devices == 8 + 8
     planned = plan_memory(config, MODEL, test_memory.CPU)
     moments = {moment.name: moment for moment in planned.moments}
     scores = "reference: log-probs"

@@ -16,11 +16,11 @@ from mcore_rl.config.schema import (
     RecomputeConfig,
     RLConfig,
 )
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryPlan, Moment, plan_memory
-from mcore_rl.planner.pools import build_pool_plans, count_devices
 from mcore_rl.planner.step import predict_step
 from mcore_rl.planner.training import Load, TrainingModel
 from tests.unit.planner import test_memory
@@ -223,20 +223,20 @@ def test_a_reference_on_its_own_pool_has_contexts_of_its_own_and_stays_on_its_de
 def test_pools_have_the_devices_of_their_largest_role(tmp_path: Path) -> None:
     config = build_config(Layout(tp=2, dp=2))
     config.rollout.num_servers = 2
-    assert count_devices(build_pool_plans(config)) == 4
+    assert plan_run(config).num_devices == 4
     config.warm_start.num_steps, config.warm_start.layout = 1, Layout(dp=8)
-    assert count_devices(build_pool_plans(config)) == 8
+    assert plan_run(config).num_devices == 8
     config.algorithm.advantage, config.critic.layout = "gae", Layout(dp=16)
-    assert count_devices(build_pool_plans(config)) == 16
+    assert plan_run(config).num_devices == 16
     config.models = {"judge": {"path": str(tmp_path), "num_servers": 3, "tp": 2}}
-    assert count_devices(build_pool_plans(config)) == 16 + 3 * 2
+    assert plan_run(config).num_devices == 16 + 3 * 2
 
 
 def test_servers_on_their_own_pool_have_a_bundle_for_each_node() -> None:
     config = build_config(Layout(dp=4))
     config.placement.rollout = "own"
     config.rollout.tp, config.rollout.num_servers, config.rollout.nodes_per_server = 16, 3, 2
-    pool = build_pool_plans(config)["rollout"]
+    pool = plan_run(config).get_pool("rollout")
     assert (pool.num_bundles, pool.devices_per_bundle) == (3 * 2, 8)
 
 

@@ -11,11 +11,11 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import run_command
 from mcore_rl.config.schema import DPOConfig, Layout, RLConfig, RMConfig, SFTConfig, TrainConfig
-from mcore_rl.jobs.memory_check import check_memory, prepare_plan
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryLimit, Moment, plan_memory
+from mcore_rl.planner.memory_check import check_memory, prepare_plan
 from mcore_rl.planner.supervised import plan_supervised_memory, predict_supervised_step
 from tests.published_runs import FOLDER, read_model
 

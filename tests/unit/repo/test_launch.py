@@ -15,7 +15,7 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.resolve import resolve_for_lane
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.planner.pools import build_pool_plans, count_devices
+from mcore_rl.jobs.run_plan import plan_run
 from tests.pages import select_commands
 
 ROOT = Path(__file__).parents[3]
@@ -70,7 +70,7 @@ def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     devices = int(read_sbatch_option(script, "nodes")) * int(
         read_sbatch_option(script, "gpus-per-node") or 1
     )
-    assert devices == count_devices(build_pool_plans(config))
+    assert devices == plan_run(config).num_devices
     assert config.trainer.save_every or "trainer.save_every=" in script.read_text()
     assert read_sbatch_option(script, "signal").startswith("B:USR1@")
     assert "#SBATCH --requeue\n" in script.read_text()

@@ -2,57 +2,47 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import are_colocated
-from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
-from mcore_rl.engine.base import load_backend
+from mcore_rl.config.resolve import TRANSFORMERS
+from mcore_rl.config.resolve_train import resolve_eval
+from mcore_rl.config.schema import EvalConfig, RLConfig, TrainConfig
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
-from mcore_rl.jobs.memory_check import check_memory, find_device
+from mcore_rl.jobs.evaluate import (
+    check_content,
+    check_evaluation,
+    find_done_sets,
+    print_majority_note,
+)
 from mcore_rl.jobs.output import inspect_run_dir
-from mcore_rl.jobs.placement import get_server_config, resolve_for_nodes
+from mcore_rl.jobs.placement import resolve_for_nodes
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
     has_weights,
     list_unset_data,
 )
-from mcore_rl.jobs.remote_paths import check_export
-from mcore_rl.jobs.resume import find_checkpoint_to_resume, prepare_settings
+from mcore_rl.jobs.remote_paths import check_export, fetch_inputs
+from mcore_rl.jobs.resume import check_critic, find_checkpoint_to_resume, prepare_settings
+from mcore_rl.jobs.run_plan import RunPlan, plan_run, plan_supervised
 from mcore_rl.jobs.supervised_preflight import (
     check_train_inputs,
     describe_inputs,
     resolve_for_device,
 )
-from mcore_rl.models.base import HFConfig, get_family, read_config
+from mcore_rl.models.base import HFConfig, get_family, read_config, use_family
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
+from mcore_rl.planner.cluster import compute_sync_traffic, fold_node_roles, list_node_roles
 from mcore_rl.planner.memory import Conditions
-from mcore_rl.planner.pools import PoolPlan, build_pool_plans, count_devices
-from mcore_rl.planner.report import (
-    build_table,
-    format_range,
-    format_ranks,
-    print_memory,
-)
-from mcore_rl.planner.roles import (
-    ITEMSIZES,
-    RolePlan,
-    fold_stages,
-    get_frozen_engines,
-)
-from mcore_rl.planner.supervised import shares_devices
-from mcore_rl.rollout.weight_updater import build_generation_layout
+from mcore_rl.planner.memory_check import check_memory, find_device
+from mcore_rl.planner.report import build_table, format_ranks, print_memory
+from mcore_rl.planner.roles import RolePlan, fold_stages, plan_roles
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
-from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
 
 
 def dry_run(
@@ -91,25 +81,29 @@ def dry_run(
         checkpoint = find_checkpoint_to_resume(config, folder)
         check_export(config.checkpoint.export_to)
         prepared = prepare_settings(config, Path(scratch), checkpoint)
-        inputs = check_existing_inputs(prepared)
+        plan = plan_run(prepared)
+        check_critic(plan, checkpoint, config.algorithm.advantage)
+        inputs = check_existing_inputs(prepared, plan)
         lines = _describe_inputs(config, prepared, inputs)
         model = read_config(prepared.model.path)
         if gpus_per_node:
-            _check_nodes(prepared, gpus_per_node, num_nodes)
+            _check_nodes(prepared, plan, gpus_per_node, num_nodes)
         conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
         check = check_memory(prepared, model, conditions, device)
         cluster_lines: list[str] = []
         if gpus_per_node and (check.fits or ignores_memory):
-            cluster_lines = _describe_cluster(prepared, model, gpus_per_node, num_nodes)
+            cluster_lines = _describe_cluster(prepared, plan, model, gpus_per_node, num_nodes)
     check.print_verdict(console, ignores_memory=ignores_memory)
     print_lines(console, *lines)
     for role in check.plan.roles:
         print_role(role, console)
     print_memory(check.plan, conditions, console)
-    print_lines(console, *cluster_lines, "", *_summarize(config, lane), *refusal)
+    print_lines(console, *cluster_lines, "", *_summarize(config, plan, lane), *refusal)
 
 
-def _check_nodes(config: RLConfig, gpus_per_node: int, num_nodes: int | None) -> None:
+def _check_nodes(
+    config: RLConfig, plan: RunPlan, gpus_per_node: int, num_nodes: int | None
+) -> None:
     """Check that servers and ranks fit the nodes.
 
     Raises:
@@ -123,7 +117,7 @@ def _check_nodes(config: RLConfig, gpus_per_node: int, num_nodes: int | None) ->
             f"{shape}: a node has {gpus_per_node} GPUs; allowed: "
             f"rollout.nodes_per_server={least} or more, not {rollout.nodes_per_server}"
         )
-    _check_num_nodes(len(list(list_node_roles(config, gpus_per_node))), gpus_per_node, num_nodes)
+    _check_num_nodes(len(list(list_node_roles(plan, gpus_per_node))), gpus_per_node, num_nodes)
 
 
 def _check_num_nodes(num_used: int, gpus_per_node: int, num_nodes: int | None) -> None:
@@ -189,13 +183,13 @@ def print_role(plan: RolePlan, console: Console) -> None:
 
 
 def _describe_cluster(
-    config: RLConfig, model: HFConfig, gpus_per_node: int, num_nodes: int | None
+    config: RLConfig, plan: RunPlan, model: HFConfig, gpus_per_node: int, num_nodes: int | None
 ) -> list[str]:
     """Return lines on the roles of each node and on the traffic of a weight sync."""
     lines = ["", f"nodes of {gpus_per_node} GPUs, filled in their order:"]
-    nodes = [f" {nodes}: {roles}" for nodes, roles in fold_node_roles(config, gpus_per_node)]
+    nodes = [f" {nodes}: {roles}" for nodes, roles in fold_node_roles(plan, gpus_per_node)]
     lines += nodes
-    num_used = len(list(list_node_roles(config, gpus_per_node)))
+    num_used = len(list(list_node_roles(plan, gpus_per_node)))
     lines += _describe_idle_nodes(num_used, num_nodes, "actor.layout.dp or rollout.num_servers")
     method = config.weight_sync.method
     is_vllm = load_server_class(config.rollout).features.weight_format == "vllm"
@@ -205,7 +199,7 @@ def _describe_cluster(
     elif is_vllm and get_family(model).vllm_weights is None:
         text = "each worker gets its parameters, which vLLM's loader lists when a server starts"
     else:
-        traffic = compute_sync_traffic(config, model, gpus_per_node)
+        traffic = compute_sync_traffic(config, plan, model, gpus_per_node)
         text = (
             f"{traffic.received / 1e9:,.1f} GB between GPUs, of them {traffic.in_node / 1e9:,.1f} "
             f"inside a node; {traffic.local / 1e9:,.1f} GB stay on their GPU; at most "
@@ -219,17 +213,15 @@ def _format_count(number: int, noun: str) -> str:
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
-def _summarize(config: RLConfig, device: str) -> list[str]:
-    plans = build_pool_plans(config)
+def _summarize(config: RLConfig, plan: RunPlan, device: str) -> list[str]:
     where = "GPUs" if device == "cuda" else "processes, which share this machine's cores"
     parts = "; ".join(
-        f"{plan.num_bundles * plan.devices_per_bundle} for {', '.join(plan.roles)}"
-        + ", by turns" * (len(plan.roles) > 1)
-        for plan in plans.values()
+        f"{pool.num_devices} for {', '.join(pool.roles)}" + ", by turns" * (len(pool.roles) > 1)
+        for pool in plan.pools
     )
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
     return [
-        f"{count_devices(plans)} {where}: {parts}",
+        f"{plan.num_devices} {where}: {parts}",
         f"a step: {_format_count(config.trainer.prompts_per_step, 'prompt')}, "
         f"{_format_count(samples, 'sample')}, "
         f"{_format_count(config.algorithm.num_mini_batches, 'optimizer step')}; "
@@ -276,8 +268,7 @@ def dry_run_supervised(
         inputs = check_train_inputs(config)
         conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
         check = check_memory(config, read_config(config.model.path), conditions, device)
-        num_pools = 1 if shares_devices(config) else len(check.plan.roles)
-        num_used = num_pools * config.engine.layout.world_size
+        num_used = plan_supervised(config).num_devices
         nodes: list[str] = []
         if gpus_per_node:
             num_used = -(-num_used // gpus_per_node)
@@ -293,149 +284,29 @@ def dry_run_supervised(
     print_lines(console, *nodes, "", note, *refusal)
 
 
-# Roles on the nodes of a cluster, and the traffic of a weight sync between their GPUs. Pure.
-
-
-@dataclass(frozen=True, slots=True)
-class SyncTraffic:
-    """Bytes that one weight sync moves to all servers."""
-
-    received: int  # from another GPU
-    in_node: int  # part of `received` that comes from the same node
-    local: int  # between processes on one GPU
-    most_received: int  # by one GPU
-    most_sent: int  # by one GPU
-
-
-def assign_gpus(config: RLConfig, gpus_per_node: int) -> dict[str, list[int]]:
-    """Return the GPU of each rank or worker, by role; pools fill the nodes in order.
-
-    GPU g is on node g // gpus_per_node. A server with separate GPUs that fits one node stays inside
-    a node.
-    """
-    role_gpus: dict[str, list[int]] = {}
-    start = 0
-    for plan in build_pool_plans(config).values():
-        gpus = list(_assign_bundles(plan, start, gpus_per_node))
-        start = gpus[-1] + 1
-        for role in plan.roles:
-            role_gpus[role] = gpus[: _count_ranks(config, role)]
-    return role_gpus
-
-
-def _count_ranks(config: RLConfig, role: str) -> int:
-    if servers := get_server_config(config, role):
-        return servers.num_servers * servers.num_workers
-    return _get_layout(config, role).world_size
-
-
-def _get_layout(config: RLConfig, role: str) -> Layout:
-    """Return the layout of a role with a training engine."""
-    engine = config.critic if role == "critic" else config.actor
-    return get_frozen_engines(config).get(role, engine).layout
-
-
-def _assign_bundles(plan: PoolPlan, start: int, gpus_per_node: int) -> Iterator[int]:
-    """Yield the GPUs of a pool; a bundle is on one node unless it is larger."""
-    size = plan.devices_per_bundle
-    for _ in range(plan.num_bundles):
-        left = -start % gpus_per_node
-        if left < size <= gpus_per_node:
-            start += left
-        yield from range(start, start + size)
-        start += size
-
-
-def list_node_roles(config: RLConfig, gpus_per_node: int) -> Iterator[dict[str, list[int]]]:
-    """Yield the ranks of each role on each node."""
-    role_gpus = assign_gpus(config, gpus_per_node)
-    last = max(gpus[-1] for gpus in role_gpus.values())
-    for node in range(last // gpus_per_node + 1):
-        yield {
-            role: ranks
-            for role, gpus in role_gpus.items()
-            if (ranks := [r for r, gpu in enumerate(gpus) if gpu // gpus_per_node == node])
-        }
-
-
-def fold_node_roles(config: RLConfig, gpus_per_node: int) -> Iterator[tuple[str, str]]:
-    """Yield nodes in a row with as many ranks of each role, and their roles.
-
-    For example: ("nodes 2-3", "actor 16-31 (pp 1); rollout servers 2-3").
-    """
-    nodes = enumerate(list_node_roles(config, gpus_per_node))
-    for _, group in itertools.groupby(nodes, key=_count_node_ranks):
-        members = list(group)
-        first, last = members[0][0], members[-1][0]
-        merged: dict[str, list[int]] = {}
-        for _, roles in members:
-            for role, ranks in roles.items():
-                merged.setdefault(role, []).extend(ranks)
-        parts = [f"{role} {_describe_ranks(config, role, ranks)}" for role, ranks in merged.items()]
-        name = f"node {first}" if first == last else f"nodes {first}-{last}"
-        yield name, "; ".join(parts) or "nothing"
-
-
-def _count_node_ranks(node: tuple[int, dict[str, list[int]]]) -> dict[str, int]:
-    return {role: len(ranks) for role, ranks in node[1].items()}
-
-
-def _describe_ranks(config: RLConfig, role: str, ranks: list[int]) -> str:
-    """Describe consecutive ranks, as servers and workers or with their pipeline stages."""
-    first, last = ranks[0], ranks[-1]
-    if servers := get_server_config(config, role):
-        size = servers.num_workers
-        if first // size < last // size:
-            return f"servers {first // size}-{last // size}"
-        workers = f", workers {format_range(first % size, last % size)}" if size > 1 else ""
-        return f"server {first // size}{workers}"
-    text = format_range(first, last)
-    layout = _get_layout(config, role)
-    if layout.pp > 1:
-        stage = layout.world_size // layout.pp
-        text += f" (pp {format_range(first // stage, last // stage)})"
-    return text
-
-
-def compute_sync_traffic(config: RLConfig, model: HFConfig, gpus_per_node: int) -> SyncTraffic:
-    """Return the traffic of a weight sync, from the transfer plan that the ranks would make.
+def dry_run_evaluation(config: EvalConfig, console: Console | None = None) -> None:
+    """Make all checks that an evaluation makes before it starts, then print what it would start.
 
     Raises:
-        ConfigError: The layouts do not fit the model.
+        ConfigError: The job would be refused, for the same reason.
     """
-    engine, role_gpus = config.actor, assign_gpus(config, gpus_per_node)
-    training, generation = role_gpus["actor"], role_gpus["rollout"]
-    domains = None
-    if are_colocated(config.placement, "actor", "rollout"):
-        domains = MemoryDomains(
-            tuple(map(str, training)), tuple(map(str, generation)), gpus_per_node
-        )
-    num_mtp = get_family(model).num_mtp_layers(model) if engine.mtp_loss_coef else 0
-    layout = build_generation_layout(config.rollout, config.rollout.num_servers)
-    weight_format = load_server_class(config.rollout).features.weight_format
-    assert weight_format is not None  # else weight_sync.method is full_export
-    spec = TransferSpec(
-        engine.layout,
-        num_mtp,
-        layout,
-        config.model.dtype,
-        config.weight_sync,
-        shard_format=load_backend(engine, "actor").shard_format,
-        num_replicas=engine.fsdp.num_replicas,
-        weight_format=weight_format,
-        drafts=bool(config.rollout.speculative.num_tokens),
-        quantization=config.rollout.quantization,
-    )
-    plan = plan_transfer(spec, model, ITEMSIZES[config.model.dtype], domains)
-    local = in_node = 0
-    received, sent = Counter[int](), Counter[int]()
-    for source, target, num_bytes in plan.list_transfers():
-        receiver, sender = generation[target], training[source]
-        if receiver == sender:
-            local += num_bytes
-            continue
-        received[receiver] += num_bytes
-        sent[sender] += num_bytes
-        in_node += num_bytes * (receiver // gpus_per_node == sender // gpus_per_node)
-    most = (max(counts.values(), default=0) for counts in (received, sent))
-    return SyncTraffic(sum(received.values()), in_node, local, *most)
+    console = console or get_stdout_console()
+    resolve_eval(config)
+    config = fetch_inputs(config)
+    use_family(config.model.family or TRANSFORMERS)  # it is only served
+    folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)
+    with show_waiting("checking the inputs"):
+        inputs = check_evaluation(config)
+        if not refusal:
+            find_done_sets(inputs, folder)
+    n = config.rollout.n
+    print_lines(console, f"model: {inputs.run.model.path}")
+    for name in inputs.sets:
+        prompts = inputs.count_prompts(name)
+        print_lines(console, f"data.sets.{name}: {prompts} prompts, {prompts * n} responses")
+    [servers] = plan_roles(inputs.plan, read_config(inputs.run.model.path))
+    print_role(servers, console)
+    print_lines(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
+    print_majority_note(inputs)
+    note = "sizes are of one rank, without what libraries take; nothing was started"
+    print_lines(console, note, *refusal)

@@ -20,6 +20,7 @@ from mcore_rl.engine.base import load_backend
 from mcore_rl.jobs.placement import check_engines, detect_lane, resolve_for_nodes
 from mcore_rl.jobs.preflight import check_layouts
 from mcore_rl.jobs.resume import prepare_settings
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.jobs.supervised_preflight import check_train_engine, resolve_for_device
 from mcore_rl.models.base import HFConfig, read_config, scope_family
 from mcore_rl.planner.fixes import Fix, find_fixes, list_changes, list_supervised_changes
@@ -138,7 +139,7 @@ def check_settings(config: Job, lane: str) -> None:
     if isinstance(config, RLConfig):
         resolve(config, needs_data=False)
         check_engines(config, lane)
-        check_layouts(config)
+        check_layouts(config, plan_run(config))
     else:
         resolve_train(config, needs_data=False)
         check_train_engine(config, lane)
@@ -174,5 +175,5 @@ def prepare_plan(
         config = resolve_for_nodes(config, lane, needs_data=False)
         prepared = prepare_settings(config, Path(scratch), None)
         if checks_layout:
-            check_layouts(prepared)
+            check_layouts(prepared, plan_run(prepared))
         yield prepared, read_config(prepared.model.path)
