@@ -100,10 +100,8 @@ class Walk:
     name: str
     legs: tuple[tuple[str, str], ...]  # entry and goal
     aim: int
-    bound: int  # what the walk may have today; it can only fall
     declares: tuple[str, ...] = ()  # classes whose fields the walk reads
     passing: tuple[tuple[str, str], ...] = ()  # legs of files that only pass the settings on
-    bound_passing: int = 0
 
 
 def build_legs(entry: str, *goals: str) -> tuple[tuple[str, str], ...]:
@@ -116,7 +114,6 @@ WALKS = (
         "`mcore-rl rl` to the policy loss",
         build_legs("cli.main:main", "algorithms.losses:ppo_clip"),
         aim=22,
-        bound=23,
     ),
     Walk(
         "a weight update, from engine to vLLM",
@@ -127,7 +124,6 @@ WALKS = (
             "inference.vllm.weights:ShardWriter.write",
         ),
         aim=18,
-        bound=17,
     ),
     Walk(
         "one agent turn",
@@ -140,7 +136,6 @@ WALKS = (
             "agents.tools.base:ToolSet.call",
         ),
         aim=9,
-        bound=9,
     ),
     Walk(
         "`algorithm.loss_settings.clip_ratio_high`, from YAML to use",
@@ -153,10 +148,8 @@ WALKS = (
             ),
         ),
         aim=6,
-        bound=6,
         declares=("config.schema:AlgorithmConfig", "config.schema:PPOClipSettings"),
         passing=build_legs("cli.job:JobCommand.main", "trainers.base:RLTrainer.build_loss"),
-        bound_passing=6,
     ),
 )
 

@@ -19,7 +19,7 @@ from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.object_store import choose_object_store_bytes, estimate_sample_bytes
 from mcore_rl.controller.pending_call import PendingCall, WorkerError, gather_results
-from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
+from mcore_rl.controller.process_cleanup import StopSignals
 from mcore_rl.controller.ray_session import ray_session, warn_of_small_stores
 from mcore_rl.controller.worker_group import WorkerGroup, wait_until_built
 from mcore_rl.data.batch import Batch
@@ -68,7 +68,7 @@ from mcore_rl.rollout.weight_updater import ExportError, connect
 from mcore_rl.rollout.worker import ModelServer, ModelServerSpec, RolloutSpec, RolloutWorker
 from mcore_rl.trainers import supervised
 from mcore_rl.trainers.base import RLTrainer, TrainerInputs, load_trainer
-from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, describe_resume
+from mcore_rl.trainers.checkpointing import CheckpointManager, Stateful, handle_stop_signals
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.evaluation import build_test_sets
 from mcore_rl.trainers.objectives import SupervisedObjective
@@ -93,7 +93,7 @@ def run(config: RLConfig) -> None:
     with (
         lock_run_dir(config.output_dir, config.resume) as run_lock,
         open_job_scope(run_lock) as scratch_dir,
-        _handle_stop_signals(config) as stop,
+        handle_stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
@@ -156,16 +156,6 @@ def _check_start(config: RLConfig, folder: Path) -> _Start | None:
     digests = check_data(checkpoint, config.data, inputs.train, inputs.tests.values())
     disk_space.check_disk_space(config, plan, folder, checkpoint.step if checkpoint else 0)
     return _Start(config, plan, inputs, digests, checkpoint)
-
-
-@contextlib.contextmanager
-def _handle_stop_signals(config: RLConfig) -> Iterator[StopSignals]:
-    """Let a signal end the step first; without checkpoints it ends the run at once."""
-    if not config.trainer.save_every:
-        yield StopSignals()
-        return
-    with catch_stop_signals(describe_resume(config)) as stop:
-        yield stop
 
 
 def _warm_start(

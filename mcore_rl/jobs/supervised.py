@@ -9,7 +9,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,7 +25,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.dispatch import RankGroup
-from mcore_rl.controller.process_cleanup import StopSignals, catch_stop_signals
+from mcore_rl.controller.process_cleanup import StopSignals
 from mcore_rl.controller.ray_session import ray_session
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.examples import ExampleBatches
@@ -70,7 +70,7 @@ from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.process import get_start_time
 from mcore_rl.parallel.devices import DEVICES
 from mcore_rl.trainers import supervised
-from mcore_rl.trainers.checkpointing import CheckpointManager, describe_resume
+from mcore_rl.trainers.checkpointing import CheckpointManager, handle_stop_signals
 from mcore_rl.trainers.device_sharing import ExclusiveDevices
 from mcore_rl.trainers.evaluation import SupervisedEvaluation
 from mcore_rl.trainers.objectives import (
@@ -104,7 +104,7 @@ def run(config: TrainConfig) -> None:
     with (
         lock_run_dir(config.output_dir, config.resume) as run_lock,
         _open_scope(run_lock) as scratch_dir,
-        _handle_stop_signals(config) as stop,
+        handle_stop_signals(config) as stop,
         PeakMemory() as memory,
     ):
         with show_waiting("checking the inputs"):
@@ -314,13 +314,6 @@ def _open_scope(run_lock: RunLock) -> Iterator[Path | None]:
         return
     with open_job_scope(run_lock) as scratch_dir:
         yield scratch_dir
-
-
-def _handle_stop_signals(config: TrainConfig) -> AbstractContextManager[StopSignals]:
-    """Let a signal end the step first; without checkpoints it ends the run at once."""
-    if not config.trainer.save_every:
-        return contextlib.nullcontext(StopSignals())
-    return catch_stop_signals(describe_resume(config))
 
 
 def _list_output_bytes(config: TrainConfig, folder: Path, done: int) -> dict[str, int]:

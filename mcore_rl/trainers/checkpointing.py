@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +22,7 @@ from mcore_rl.checkpoint.run_checkpoints import (
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.controller.dispatch import RankGroup
-from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
+from mcore_rl.controller.process_cleanup import RunStopped, StopSignals, catch_stop_signals
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.observability.warnings import warn
 from mcore_rl.trainers.device_sharing import DeviceSharing, ExclusiveDevices
@@ -281,12 +283,19 @@ class CheckpointManager:
 
     def _raise_stopped(self, step: int) -> None:
         """Raise RunStopped, or NotSavedError if the checkpoint of the step cannot be written."""
-        stopped, hint = f"{self._stop.requested}: step {step}", describe_resume(self._config)
+        stopped, hint = f"{self._stop.requested}: step {step}", _describe_resume(self._config)
         if self._last != step:
             raise NotSavedError(f"{stopped} could not be saved; {hint}")
         raise RunStopped(f"{stopped} is saved; {hint}")
 
 
-def describe_resume(config: RLConfig | TrainConfig) -> str:
+def _describe_resume(config: RLConfig | TrainConfig) -> str:
     """Return a sentence with the command that resumes a run."""
     return f"to go on: the same command with resume=auto output_dir={config.output_dir}"
+
+
+def handle_stop_signals(config: RLConfig | TrainConfig) -> AbstractContextManager[StopSignals]:
+    """Let a signal end the step first; without checkpoints it ends the run at once."""
+    if not config.trainer.save_every:
+        return contextlib.nullcontext(StopSignals())
+    return catch_stop_signals(_describe_resume(config))
