@@ -7,7 +7,7 @@ import json
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response, StreamingResponse
@@ -38,11 +38,13 @@ from mcore_rl.agents.api_server.protocol import (
     split_chat_body,
     split_text_body,
 )
-from mcore_rl.agents.api_server.sessions import SessionHandler
 from mcore_rl.agents.frozen_model import ABORT, GENERATE
 from mcore_rl.agents.session import group_versions
 from mcore_rl.inference.protocol import Completion, Generator, SamplingParams
 from mcore_rl.rewards.registry import find_token_fault
+
+if TYPE_CHECKING:
+    from mcore_rl.agents.api_server.sessions import SessionHandler  # which starts this app
 
 COMMENTS_S = 5.0  # between the comments of a stream while its answer is sampled
 IDEMPOTENCY = "idempotency-key"  # a header
@@ -81,7 +83,7 @@ def build_openai_app(
         app,
         find,
         max_body_bytes=compute_max_body_bytes(max_context, max_images),
-        on_too_large=SessionHandler.reach_limit,
+        on_too_large=lambda handler: handler.reach_limit(),
     )
 
 

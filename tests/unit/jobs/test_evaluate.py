@@ -27,6 +27,7 @@ from mcore_rl.jobs.evaluate import (
     read_done_sets,
 )
 from mcore_rl.jobs.output import STARTED, lock_run_dir, write_json
+from mcore_rl.jobs.run_plan import plan_evaluation
 from mcore_rl.observability.console import StepProgress
 from mcore_rl.rewards.registry import get_answer_finder
 
@@ -174,14 +175,16 @@ def sample(group: int) -> Sample:
     return Sample([5], [1, 2], [1, 1], [0.0, 0.0], [0, 0], "length", group)
 
 
-def inputs(digests: str = "ab", **changes) -> evaluate._Inputs:
+def inputs(digests: str = "ab", **changes) -> evaluate.EvaluationInputs:
     config = EvalConfig(rollout=SamplingConfig(n=N), **changes)
     config.model.path = "model"
     rows = [PromptRow([1, row], {"answer": "1"}) for row in range(PROMPTS)]
     sets = {name: PromptDataset(Rows(rows, d)) for name, d in zip("ab", digests, strict=True)}
     config.data.sets = {name: f"{name}.jsonl" for name in sets}
     run = build_server_config(config, "cpu", "model/checkpoint", "2024-07-26")
-    return evaluate._Inputs(config, run, JoiningTokenizer(), sets, lambda text, end: text)
+    return evaluate.EvaluationInputs(
+        config, run, plan_evaluation(run), JoiningTokenizer(), sets, lambda text, end: text
+    )
 
 
 def begun(folder: Path, *names: str) -> dict:
@@ -192,7 +195,7 @@ def begun(folder: Path, *names: str) -> dict:
     return {name: evaluate._evaluate_set(name, made, Pool(), folder / "samples") for name in names}
 
 
-def done(folder: Path, made: evaluate._Inputs) -> dict:
+def done(folder: Path, made: evaluate.EvaluationInputs) -> dict:
     sizes = dict.fromkeys(made.sets, PROMPTS)
     return read_done_sets(made.config, made.run, folder, sizes, made.digests)
 

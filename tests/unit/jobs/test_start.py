@@ -4,8 +4,9 @@ import os
 import subprocess
 import sys
 
-from mcore_rl.config.schema import EngineConfig, Layout
+from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.rl import _has_same_ranks
+from mcore_rl.jobs.run_plan import plan_run
 
 _SLOW = {"matplotlib", "megatron.core", "vllm"}  # for the picture at the end, for ranks and servers
 _COMPILER = {"torch._dynamo", "torch.distributed.tensor", "sympy"}
@@ -110,8 +111,9 @@ def test_a_driver_that_makes_a_model_and_reads_its_tokenizer_imports_no_models(t
 
 def test_the_actor_takes_over_the_ranks_of_a_warm_start_that_are_as_many() -> None:
     """See test_building.py for how a group is rebuilt."""
-    single, two, actor = (
-        EngineConfig(layout=layout) for layout in (Layout(), Layout(dp=2), Layout(tp=2, ep=2))
-    )
-    assert _has_same_ranks(two, actor)
-    assert not _has_same_ranks(single, actor)
+    config = RLConfig()
+    config.actor.layout, config.warm_start.num_steps = Layout(tp=2, ep=2), 1
+    for layout, is_same in ((Layout(dp=2), True), (Layout(), False)):
+        config.warm_start.layout = layout
+        plan = plan_run(config)
+        assert _has_same_ranks(plan["warm_start"], plan["actor"]) == is_same
