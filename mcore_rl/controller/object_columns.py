@@ -277,10 +277,10 @@ class GatheredRows(Jagged):
             object.__setattr__(self, name, value)
 
     def __getitem__(self, row: int) -> Array:
-        return self._sources[self._numbers[row]][self._rows[row]]
+        return self._sources[int(self._numbers[row])][int(self._rows[row])]
 
     @property
-    def values(self) -> Array:  # type: ignore[override]
+    def values(self) -> Array:
         if self._joined is None:
             runs = list(_iterate_runs(self._numbers, self._rows))
             parts = [_slice_rows(self._sources[n], row, row + num).values for n, row, num in runs]

@@ -9,6 +9,7 @@ checkpointing of other frameworks is not needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -100,7 +101,7 @@ def compute_log_probs(
         raise ValueError(f"num_top={num_top}; allowed: 0 to the {shard.vocab_size} token ids")
     tile = choose_tile(chunk_bytes or DEFAULT_CHUNK_BYTES[hidden.device.type], *hidden.shape)
     columns = targets[:, None] if targets.dim() == 1 else targets
-    log_probs, *statistics = _ComputeLogProbs.apply(
+    log_probs, *statistics = _compute_in_tiles(
         hidden, head, columns, shard, temperature, tile, with_entropy, with_squares, num_top
     )
     return LogProbs(log_probs.view(targets.shape), *statistics)
@@ -293,6 +294,9 @@ class _ComputeLogProbs(torch.autograd.Function):
         if grad_hidden is not None:
             grad_hidden = grad_hidden.to(hidden.dtype)
         return grad_hidden, grad_head, *[None] * 7
+
+
+_compute_in_tiles: Callable[..., tuple[torch.Tensor, ...]] = _ComputeLogProbs.apply
 
 
 def _get_wide_dtype(dtype: torch.dtype) -> torch.dtype:

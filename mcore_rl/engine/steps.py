@@ -286,8 +286,7 @@ def build_pack_inputs(scores: Tensors, micro: MicroBatch, context: Any = None) -
     """Return the inputs of a loss function for a micro-batch."""
 
     def sum_over_context(totals: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _AllReduce.apply(totals, context) if context is not None else totals
-        return total
+        return _all_reduce(totals, context) if context is not None else totals
 
     return LossInputs(
         scores=scores,
@@ -314,6 +313,9 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _sum_over_group(gradients[0], ctx.group), None
+
+
+_all_reduce: Callable[[torch.Tensor, Any], torch.Tensor] = _AllReduce.apply
 
 
 def _sum_over_group(tensor: torch.Tensor, group: Any) -> torch.Tensor:

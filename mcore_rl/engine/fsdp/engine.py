@@ -32,7 +32,6 @@ from mcore_rl.engine.base import (
     Metrics,
     Place,
     ScoredStep,
-    ShardFormat,
 )
 from mcore_rl.engine.fsdp import lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack, register_functions
@@ -83,6 +82,7 @@ from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, StackedRows, Weight
+from mcore_rl.weight_sync.spec import ShardFormat
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -131,7 +131,8 @@ def project_states(states: torch.Tensor) -> torch.Tensor:
     """Return the values [tokens] of states [tokens, hidden] by a random head."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(states.shape[1], generator=generator) / states.shape[1] ** 0.5
-    return states.float() @ random.to(states.device)
+    values: torch.Tensor = states.float() @ random.to(states.device)
+    return values
 
 
 def _select_rows(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:

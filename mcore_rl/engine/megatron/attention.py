@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ class PackedAttention(MegatronModule):
         cp, rank = group.size(), group.rank()
         gathered = np.concatenate([get_zigzag_rows(lengths, cp, cp_rank) for cp_rank in range(cp)])
         order = torch.as_tensor(np.argsort(gathered)).to(query.device)
-        keys_values = _GatherRows.apply(torch.cat([key, value], dim=-1), order, group)
+        keys_values = _gather_rows(torch.cat([key, value], dim=-1), order, group)
         queries = split_runs(query, [length // cp for length in lengths])
         outputs = []
         for q, kv in zip(queries, split_runs(keys_values, lengths), strict=True):
@@ -248,3 +249,6 @@ class _GatherRows(torch.autograd.Function):
         rank_grad = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(rank_grad, by_rank, group=ctx.group)
         return rank_grad, None, None
+
+
+_gather_rows: Callable[[torch.Tensor, torch.Tensor, Any], torch.Tensor] = _GatherRows.apply

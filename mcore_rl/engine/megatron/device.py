@@ -345,7 +345,7 @@ def _keep_plain_queries() -> None:
     """
     from megatron.core.transformer import multi_latent_attention
 
-    class Resolver(multi_latent_attention.QKNormConfigResolver):  # type: ignore[misc, name-defined]
+    class Resolver(multi_latent_attention.QKNormConfigResolver):
         def resolve(self) -> dict[str, Any]:
             modules: dict[str, Any] = super().resolve()
             return modules if self.has_q_lora else {**modules, "linear_q_proj": self.linear_impl}

@@ -7,8 +7,9 @@ checkpoints are the same on a CPU and on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -181,6 +182,9 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_x, None, *F.grouped_mm(grad.t(), x, offs=ends).unbind()
 
 
+_grouped_matmul: Callable[..., torch.Tensor] = _GroupedMatmul.apply
+
+
 class GroupedLinear(torch.nn.Module):
     """One weight per expert, for that expert's rows: TEColumnParallel/RowParallelGroupedLinear.
 
@@ -226,7 +230,7 @@ class GroupedLinear(torch.nn.Module):
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         if _can_use_grouped_mm(x, weights[0]):
             ends = torch.tensor(rows_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
-            output = _GroupedMatmul.apply(x, ends, *weights)
+            output = _grouped_matmul(x, ends, *weights)
         else:
             parts = x.split(rows_per_expert)
             output = torch.cat([F.linear(p, w) for p, w in zip(parts, weights, strict=True)])
@@ -278,27 +282,27 @@ class RowGroupedLinear(GroupedLinear):
 class TorchSpecProvider(BackendSpecProvider):
     """Provides the modules above for Megatron's Transformer Engine layer spec."""
 
-    def linear(self) -> type:
+    def linear(self) -> type[torch.nn.Module]:
         return ReplicatedLinear
 
-    def column_parallel_linear(self) -> type:
-        return ColumnParallelLinear
+    def column_parallel_linear(self) -> type[torch.nn.Module]:
+        return cast(type[torch.nn.Module], ColumnParallelLinear)
 
-    def row_parallel_linear(self) -> type:
-        return RowParallelLinear
+    def row_parallel_linear(self) -> type[torch.nn.Module]:
+        return cast(type[torch.nn.Module], RowParallelLinear)
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
 
-    def column_parallel_layer_norm_linear(self) -> type:
+    def column_parallel_layer_norm_linear(self) -> type[torch.nn.Module]:
         return NormColumnParallelLinear
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
-    ) -> type:
+    ) -> type[Norm]:
         return Norm
 
-    def core_attention(self) -> type:
+    def core_attention(self) -> type[torch.nn.Module]:
         return PackedAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:

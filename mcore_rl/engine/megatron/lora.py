@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -297,9 +297,9 @@ def _forward_merged(
     """Run the linear's original forward on the weights merged with their adapters."""
 
     def merge(parameter: str) -> torch.Tensor:
-        frozen = linear._parameters[parameter]
+        frozen = cast(torch.nn.Parameter, linear._parameters[parameter])
         adapter = adapters[parameter]
-        return adapter(frozen) if adapter.is_enabled else frozen.detach()  # type: ignore
+        return adapter(frozen) if adapter.is_enabled else frozen.detach()
 
     # requires_grad is set without gradients, too, as in a trained weight: torch.matmul and Megatron
     # (tensor_parallel/layers.py:1095) choose by it between kernels that round differently.

@@ -53,7 +53,9 @@ class StrictRouterReplay(RouterReplay):
             self._check_target(self.target_topk_idx, shape)
         if action is RouterReplayAction.REPLAY_BACKWARD:
             self._check_target(next(iter(self.replay_backward_list), None), shape)
-        chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        chosen: tuple[torch.Tensor, torch.Tensor] = super().get_replay_topk(
+            scores, topk, num_groups, group_topk, default_compute_topk
+        )
         if action is RouterReplayAction.REPLAY_FORWARD:
             self.target_topk_idx = None
         return chosen
@@ -178,7 +180,8 @@ class PackedRouter(TopKRouter):
         shares = chosen / chosen.sum().clamp(min=1)  # [E]; zeros when there are no tokens at all
         loss = len(shares) * (scores * shares).sum()
         self.balance += loss.detach()
-        return MoEAuxLossAutoScaler.apply(probs, coef * loss)
+        scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(probs, coef * loss)
+        return scaled
 
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -317,5 +320,6 @@ def slice_sequence_parallel(
     """Return this TP rank's share of values along the tokens of a pack: those of its routers."""
     if not config.sequence_parallel:
         return values
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return values.chunk(ranks, dim)[parallel_state.get_tensor_model_parallel_rank()]
+    num_ranks: int = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return values.chunk(num_ranks, dim)[tp_rank]

@@ -95,7 +95,8 @@ def pop_indexer_loss(config: Any, num_tokens: int, device: torch.device) -> torc
     loss = torch.as_tensor(tracker.pop("sum", 0.0), dtype=torch.float32, device=device).clone()
     dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
-    return loss / (config.dsa_indexer_loss_coeff * num_tokens * num_layers)
+    mean: torch.Tensor = loss / (config.dsa_indexer_loss_coeff * num_tokens * num_layers)
+    return mean
 
 
 def compute_scores(head: Head, chunk: Any, micro: MicroBatch, output: torch.Tensor) -> LossOutput:

@@ -89,9 +89,10 @@ class OutputTracer:
 
     def _compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return [tokens, padded vocabulary] from the states after the last norm."""
-        logits = states @ self._chunks[-1].head_weight.t()
+        shard = states @ self._chunks[-1].head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
-        return gather_from_tensor_model_parallel_region(logits, group=group)
+        logits: torch.Tensor = gather_from_tensor_model_parallel_region(shard, group=group)
+        return logits
 
 
 def _iter_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module, Any]]:
