@@ -27,13 +27,14 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from mcore_rl.engine.megatron.attention import PackedAttention
 
 
-def _create_norm_weight(size: int, config: Any) -> torch.nn.Parameter:
+def _create_norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
     data = torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
     weight = torch.nn.Parameter(data)
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -52,7 +53,9 @@ def _normalize(
 class RMSNorm(torch.nn.Module):
     """An RMS norm with sequence parallelism, which WrappedTorchNorm refuses (torch_norm.py:50)."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = _create_norm_weight(hidden_size, config)
@@ -64,7 +67,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(torch.nn.Module):
     """A layer norm, of the keys of an indexer."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _create_norm_weight(hidden_size, config)
@@ -77,7 +80,9 @@ class LayerNorm(torch.nn.Module):
 class Norm:
     """Builds the norm that a config names: TENorm (extensions/transformer_engine.py)."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> Any:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> Any:
         kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
         return kind(config, hidden_size, eps)
 
@@ -85,7 +90,9 @@ class Norm:
 class NormColumnParallelLinear(ColumnParallelLinear):
     """A norm fused into the next column-parallel linear: TELayerNormColumnParallelLinear."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _create_norm_weight(input_size, config)
 
@@ -114,8 +121,8 @@ class ReplicatedLinear(torch.nn.Module):
         output_size: int,
         *,
         parallel_mode: str,
-        config: Any,
-        init_method: Any,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], object],
         bias: bool,
         **_: Any,
     ) -> None:
@@ -199,8 +206,8 @@ class GroupedLinear(torch.nn.Module):
         input_size: int,
         output_size: int,
         *,
-        config: Any,
-        init_method: Any,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], object],
         bias: bool,
         skip_bias_add: bool,
         pg_collection: Any,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -146,7 +145,7 @@ def build_optimizer(
 
 
 def build_schedule(
-    optimizer: Any, settings: OptimizerConfig, total_steps: int
+    optimizer: ChainedOptimizer, settings: OptimizerConfig, total_steps: int
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule. It is advanced before each step, so step 1 is the first."""
     return OptimizerParamScheduler(
@@ -219,7 +218,7 @@ def clip_and_step(optimizer: ChainedOptimizer) -> float:
     return norm
 
 
-def finish_weight_gather(chunks: Sequence[Any]) -> None:
+def finish_weight_gather(chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
     """Wait until every rank has all updated weights. Collective over data-parallel ranks.
 
     With overlap each rank has only its own shard of the update after a step; the forward pre-hooks
