@@ -49,7 +49,7 @@ from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
 from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
 from mcore_rl.jobs.placement import (
-    detect_lane,
+    detect_device_type,
     get_engine_key,
     get_served_models,
     list_engine_roles,
@@ -210,13 +210,13 @@ def _check_choices(config: RLConfig) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated":
         check_transport(config.weight_sync.transport)
-    if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
+    if detect_device_type() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 
 
 def check_servers(config: RLConfig) -> None:
     """Check what the run needs of its servers against the features of their backends."""
-    device = detect_lane()
+    device = detect_device_type()
     for name, model in build_models_with_servers(config).items():
         check_server_settings(model.servers, f"models.{name}", device=device)
     features = check_server_settings(config.rollout, device=device)
@@ -367,7 +367,7 @@ def check_layouts(config: RLConfig, *, is_trained: bool = True) -> HFConfig:
         config.rollout,
         "rollout",
         hf_config,
-        detect_lane(),
+        detect_device_type(),
         records_experts=config.actor.moe.router_replay == "rollout",
     )
     if config.warm_start.num_steps:
@@ -620,7 +620,7 @@ def _check_served_layouts(config: RLConfig) -> None:
             rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
             check_adapter_rank(f"{key}.adapter: rank", rank, config.rollout)
             continue
-        load_server_class(servers, key).check_model(servers, key, hf_config, detect_lane())
+        load_server_class(servers, key).check_model(servers, key, hf_config, detect_device_type())
         conversation = f"conversation of max_context={model.max_context} tokens"
         _check_kv_cache(key, servers, config, hf_config, model.max_context, conversation)
 

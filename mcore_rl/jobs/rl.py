@@ -45,7 +45,7 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
     Pools,
-    detect_lane,
+    detect_device_type,
     get_device_resource,
     get_served_models,
     list_engine_roles,
@@ -202,7 +202,7 @@ def _warm_start(
 def _has_same_ranks(first: EngineConfig, second: EngineConfig) -> bool:
     """Return whether the processes of one engine can run the other."""
     environments = [
-        load_backend(engine).build_rank_environment(engine.layout, detect_lane())
+        load_backend(engine).build_rank_environment(engine.layout, detect_device_type())
         for engine in (first, second)
     ]
     has_same_size = first.layout.world_size == second.layout.world_size
@@ -468,7 +468,7 @@ def _start_engine(
         layout,
         name=name or role,
         threads_per_rank=spec.engine.threads_per_rank,
-        env=load_backend(spec.engine).build_rank_environment(layout, detect_lane()),
+        env=load_backend(spec.engine).build_rank_environment(layout, detect_device_type()),
         wait=wait,
     ) as group:
         yield group

@@ -51,7 +51,7 @@ from mcore_rl.jobs.output import (
 )
 from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
-    detect_lane,
+    detect_device_type,
     get_device_resource,
     list_rank_nodes,
 )
@@ -304,7 +304,9 @@ def _open_groups(config: TrainConfig, scratch_dir: Path | None, logs: Path) -> I
                 share=0.5 if is_shared else 1.0,
                 name=name,
                 threads_per_rank=config.engine.threads_per_rank,
-                env=load_backend(config.engine).build_rank_environment(layout, detect_lane()),
+                env=load_backend(config.engine).build_rank_environment(
+                    layout, detect_device_type()
+                ),
             )
             stack.enter_context(group)
             for line in list_rank_nodes([group]):
@@ -321,12 +323,12 @@ def _get_reference_placement(config: TrainConfig) -> str:
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     """Join the ranks that torchrun started, with the variables that the backend needs."""
     layout = config.engine.layout
-    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
+    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_device_type()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         return ModelWorker(*_build_worker_args(config, name, total_steps))
 
-    backend = DEVICES[detect_lane()].backend
+    backend = DEVICES[detect_device_type()].backend
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
 
 

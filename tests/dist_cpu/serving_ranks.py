@@ -182,7 +182,7 @@ class _Rank:
                 return meeting
 
         rollout = RolloutConfig(tp=self.world, ep=ep)
-        arguments = vllm_worker.build_lane_arguments(rollout, self.name, 64, eager=True)
+        arguments = vllm_worker.build_device_arguments(rollout, self.name, 64, eager=True)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         destroy_model_parallel()  # a model without experts has one group less

@@ -487,9 +487,9 @@ def _merge(
     return merged.to(rows.dtype)
 
 
-def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
+def _check_settings(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check what can be checked without the model."""
-    del lane
+    del device_type
     resolve_fsdp(key, engine)
 
 

@@ -547,11 +547,11 @@ class RewardEngine(ValueEngine):
     _kind = SEQUENCE
 
 
-def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
+def _check_settings(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check the settings, and that ranks on "cuda" or "cpu" can have the modules that they name."""
     resolve_megatron(key, engine)
-    device.choose_modules(engine.modules, lane, key)
-    passthrough.check_fields(key, engine, lane)
+    device.choose_modules(engine.modules, device_type, key)
+    passthrough.check_fields(key, engine, device_type)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:

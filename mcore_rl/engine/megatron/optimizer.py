@@ -28,7 +28,7 @@ _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd"
 
 
 def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
-    """Check optimizer settings against the lane and the length of training.
+    """Check optimizer settings against the device type and the length of training.
 
     Raises:
         ConfigError: CPU-offloaded Adam without a GPU or without Transformer Engine; a warm-up and
@@ -37,7 +37,7 @@ def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
     if total_steps == 0:  # inference only
         return
     if settings.cpu_offload and get_device_type() == "cpu":
-        # HybridDeviceOptimizer copies tensors with Tensor.is_cuda to the host. On the CPU lane none
+        # HybridDeviceOptimizer copies tensors with Tensor.is_cuda to the host. On CPUs none
         # are, so gradients have no copy to go to (optimizer/cpu_offloading/hybrid_optimizer.py:273
         # and :101).
         raise ConfigError(
