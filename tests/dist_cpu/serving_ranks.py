@@ -47,7 +47,7 @@ State = dict[str, torch.Tensor]  # all that a model computes with
 
 @dataclass(frozen=True)
 class Answers:
-    """What a server generates."""
+    """Samples and scores of a server."""
 
     before: Tokens  # with the weights it started with
     after: Tokens  # with those of the last version of a sync
@@ -65,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has to say."""
+    """Results of one rank."""
 
     complaints: list[str] = field(default_factory=list)  # there should be none
     answers: dict[str, Answers] = field(default_factory=dict)  # by "sync-server"

@@ -85,7 +85,7 @@ class Runs:
         return self.results[case]
 
     def checkpoint(self, name: str) -> Path:
-        """What "save/`name`" has written."""
+        """Return the checkpoint that "save/`name`" has written."""
         assert self.results[f"save/{name}"]
         return self.folder / name.replace("/", "-")
 

@@ -1,4 +1,4 @@
-"""What "cuda" means in a process on CPUs; in one of its own, which stays on the CPU.
+"""The meaning of "cuda" on CPUs, in a process of its own, which stays on the CPU.
 
 And what a GPU that is not here would be given.
 """
@@ -108,7 +108,7 @@ def test_transformer_engine_that_cannot_be_had_is_refused_by_name(set_device, na
 
 
 def test_half_of_transformer_engine_is_none(set_device, monkeypatch):
-    """Without its torch part, which is built from source."""
+    """Its torch part, which is built from source, is missing."""
     set_device("cuda")
     specs = {"transformer_engine": True}
     monkeypatch.setattr(device.importlib.util, "find_spec", specs.get)

@@ -91,7 +91,7 @@ def test_the_layers_that_this_engine_builds_are_among_them():
 
 @pytest.mark.parametrize("wrapper", sorted(LINEARS))
 def test_linears_add_weight_gradients_in_place_and_do_not_get_the_first_micro_batch(wrapper):
-    """What fuse_weight_gradients and disable_parameter_transpose_cache count on."""
+    """fuse_weight_gradients and disable_parameter_transpose_cache count on it."""
     base = next(base for name, base, _ in wrappers() if name == wrapper)
     assert "fuse_wgrad_accumulation" in MODULES["transformer_engine.pytorch"][base]
     definition = next(n for n in ast.walk(EXTENSION) if getattr(n, "name", "") == wrapper)
