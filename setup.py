@@ -36,9 +36,9 @@ def find_nvcc() -> str | None:
     wanted = os.environ.get("MCORE_RL_CUDA", "")
     if wanted not in ("", "0", "1"):
         raise SystemExit(f"MCORE_RL_CUDA is {wanted!r}; allowed: 0, 1")
-    asks = "MCORE_RL_CUDA is 1"
+    description = "MCORE_RL_CUDA is 1"
     if not wanted and (lane := os.environ.get("MCORE_RL_LANE")) in ("cpu", "gpu"):
-        wanted, asks = str(int(lane == "gpu")), f"MCORE_RL_LANE is {lane}"
+        wanted, description = str(int(lane == "gpu")), f"MCORE_RL_LANE is {lane}"
     if wanted == "0":
         print("mcore_rl._csrc: without CUDA, as asked for")
         return None
@@ -46,7 +46,7 @@ def find_nvcc() -> str | None:
     found = shutil.which("nvcc", path=f"{home}/bin" if home else None)
     if found is None and wanted:
         place = f"in {home}/bin" if home else "on the PATH"
-        raise SystemExit(f"{asks}, but there is no nvcc {place}; needed: CUDA 12.8 or newer")
+        raise SystemExit(f"{description}, but there is no nvcc {place}; needed: CUDA 12.8 or newer")
     print(f"mcore_rl._csrc: {f'CUDA with {found}' if found else 'without CUDA: nvcc not found'}")
     return found
 

@@ -61,5 +61,5 @@ def _build_model(
         if ".linear_fc1.weight" in name:
             # Each shard is [gate; up], as Megatron's own MLP sets (transformer/mlp.py); without it
             # the planner splits as if all gates came before all ups.
-            parameter.partition_stride = 2  # type: ignore[attr-defined]
+            parameter.partition_stride = 2
     return chunk

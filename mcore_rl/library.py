@@ -11,7 +11,7 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs import rl
-from mcore_rl.jobs.output import SUMMARY
+from mcore_rl.jobs.output import CHECKPOINT, SUMMARY
 from mcore_rl.observability.metrics import METRICS_FILE, read_metrics
 
 
@@ -27,7 +27,7 @@ class RunResult:
     @property
     def checkpoint(self) -> Path:
         """The exported Hugging Face checkpoint."""
-        return self.folder / rl.CHECKPOINT
+        return self.folder / CHECKPOINT
 
 
 def load_recipe(name: str = "", *overrides: str) -> RLConfig:

@@ -147,7 +147,7 @@ def get_layer_spec(config: Any, vp_stage: int | None) -> Any:
             if type(norm).__module__.startswith("transformer_engine"):
                 # Megatron compiles what calls it (ssm/gated_delta_net/common.py:369), and the
                 # compiler would trace as far as its kernels, again for each layer and size.
-                norm.forward = torch.compiler.disable(norm.forward)  # type: ignore[no-untyped-call]
+                norm.forward = torch.compiler.disable(norm.forward)
             return norm
 
     spec = get_transformer_block_with_experimental_attention_variant_spec(config, vp_stage)

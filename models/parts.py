@@ -1,6 +1,6 @@
 """Rules that families share: embeddings, attention, MLPs, routers, experts, shared experts.
 
-Parameter names are those of Megatron-core's Transformer Engine layer spec, on both lanes.
+Parameter names are those of Megatron-core's Transformer Engine layer spec, on CPUs and GPUs.
 """
 
 from __future__ import annotations

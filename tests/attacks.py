@@ -1,4 +1,4 @@
-"""What strangers do to a listener that is not theirs, and what they get out of it."""
+"""Attacks of strangers on a listener, and what they achieve."""
 
 from __future__ import annotations
 

@@ -7,10 +7,10 @@ Names of functions, classes, parameters, variables and attributes:
 - none has one of BANNED_PARTS between its underscores;
 - no function begins with a word of NOT_VERBS.
 
-Docstrings, except those of tests, which state what is proved:
-- that of a module or a class says what it is, without a relative clause in place of a noun;
-- that of a public function or method says what it does, in the imperative. A property is described
-  as an attribute would be.
+Docstrings:
+- none begins with a relative clause in place of a noun, or with a fragment ("Of ...", "As ...");
+- outside of tests, which state what is proved, that of a public function or method says what it
+  does, in the imperative. A property is described as an attribute would be.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ NOT_VERBS = {
     "while",
 }  # fmt: skip
 RELATIVE = {
-    "of", "those", "what", "whatever", "where", "which", "who", "whose", "whether", "how", "when",
+    "as", "of", "those", "what", "whatever", "where", "which", "who", "whose", "whether", "how",
+    "when", "without",
 }  # fmt: skip
 NOT_IMPERATIVE = RELATIVE | {
     "a", "all", "an", "and", "another", "any", "as", "at", "both", "by", "each", "either", "every",
@@ -90,7 +91,7 @@ def is_attribute(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     return any(name.endswith("property") or name in ("setter", "fixture") for name in decorators)
 
 
-def list_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
+def list_docstrings(tree: ast.Module, *, is_test: bool) -> Iterator[tuple[int, str]]:
     """Yield line and first line of each docstring that breaks a rule."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.ClassDef | _FUNCTIONS):
@@ -100,7 +101,7 @@ def list_docstrings(tree: ast.Module) -> Iterator[tuple[int, str]]:
             continue
         word = re.split(r"[^\w'-]", first.lstrip("(`*"), maxsplit=1)[0]
         is_order = isinstance(node, _FUNCTIONS) and not (
-            node.name.startswith("_") or is_attribute(node)
+            is_test or node.name.startswith("_") or is_attribute(node)
         )
         if word.lower() in RELATIVE or (is_order and not is_imperative(word)):
             yield getattr(node, "lineno", 1), first
@@ -117,7 +118,7 @@ def list_complaints(path: Path) -> Iterator[str]:
             continue
         if node.name.strip("_").split("_")[0] in NOT_VERBS:
             yield f"{path}:{node.lineno}: the function {node.name!r}; allowed: a verb, its object"
-    for line, first in () if "tests" in path.parts else list_docstrings(tree):
+    for line, first in list_docstrings(tree, is_test="tests" in path.parts):
         yield f"{path}:{line}: the docstring {first!r}; allowed: what it does, as an imperative"
 
 

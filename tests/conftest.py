@@ -56,7 +56,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Without -m: `pytest` runs unit tests; what is named runs, of a path all but `nightly`."""
+    """Choose tests without -m: `pytest` runs unit tests; a named path, all but `nightly`."""
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     if named and config.option.markexpr == UNIT:
         whole_files = [argument for argument in config.args if "::" not in argument]

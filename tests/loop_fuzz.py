@@ -240,7 +240,7 @@ class FuzzClock(VirtualClock):
 
 @dataclass(slots=True)
 class Occupancy:
-    """Which roles have something on the devices of each pool."""
+    """The roles that have something on the devices of each pool."""
 
     config: RLConfig
     roles: list[str]
@@ -661,7 +661,7 @@ class Attempt:
 
 @dataclass(slots=True)
 class FuzzResult:
-    """How a run has ended.
+    """The end of a run.
 
     Attributes:
         end: "" for its last step, else the error.

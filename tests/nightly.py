@@ -1,4 +1,4 @@
-"""Which cases of a test run each time, and which under the mark `nightly`."""
+"""Cases of a test that run each time, and cases under the mark `nightly`."""
 
 from __future__ import annotations
 

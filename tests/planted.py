@@ -48,7 +48,7 @@ int clock_gettime(clockid_t clock, struct timespec *now) {
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What differs on the node; {folder} stands for the folder that nodes share."""
+    """Differences of the node; {folder} stands for the folder that nodes share."""
 
     mounts: Mapping[str, str] = field(default_factory=dict)  # small file systems by place
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -65,7 +65,7 @@ def is_fault(check: str, status: str, value: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """How it is planted, and what the finding on NODE says, as regular expressions."""
+    """A way to plant a fault, and patterns of the finding on NODE."""
 
     world: World
     check: str

@@ -1,7 +1,7 @@
 """Writes down the part of Transformer Engine's Python that Megatron-core reaches for.
 
-No test imports the GPU lane's Transformer Engine. What its pinned release has under the names that
-Megatron-core imports, and which parameters its callables take, stands in
+No test imports Transformer Engine, which needs a GPU. What its pinned release has under the names
+that Megatron-core imports, and which parameters its callables take, stands in
 tests/unit/engine/transformer_engine.json; test_signatures.py there compares Megatron-core's calls
 with it. After another pin (launch/requirements/gpu.in), in an empty folder:
 

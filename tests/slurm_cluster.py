@@ -115,7 +115,7 @@ class SlurmCluster:
         self.run("scancel", "--full", "--user", getpass.getuser())
 
     def run(self, *command: str, timeout: float = 60, **variables: str) -> Run:
-        """What it printed and how it ended; `variables` are of its environment."""
+        """Run a command; return its output and exit status. `variables` are of its environment."""
         return subprocess.run(
             command, capture_output=True, text=True, timeout=timeout, check=False,
             env=self.environment | variables,
@@ -128,7 +128,7 @@ class SlurmCluster:
         return done.stdout.strip()
 
     def job(self, number: str) -> dict[str, str]:
-        """What `scontrol show job` tells: JobState, ExitCode, Restarts, Reason, ..."""
+        """Return what `scontrol show job` prints: JobState, ExitCode, Restarts, Reason, ..."""
         lines = self.run("scontrol", "show", "job", number).stdout.split()
         return dict(word.split("=", 1) for word in lines if "=" in word)
 
@@ -171,7 +171,7 @@ class SlurmCluster:
         return {process for process in processes if lives(process)}
 
     def kill_node(self, node: str) -> None:
-        """As a machine that loses power: all of it stops, so that none tells of another's end."""
+        """Stop a node like a loss of power: all at once, so that none reports another's end."""
         stopped: set[psutil.Process] = set()
         while running := self.processes(node) - stopped:
             _signal(running, signal.SIGSTOP)

@@ -43,7 +43,7 @@ class Screen:
 
     @property
     def lines(self) -> list[str]:
-        """Without blanks at the ends of lines, and without empty lines at the end."""
+        """The lines, without blanks at their ends, and without empty lines at the end."""
         lines = ["".join(line).rstrip() for line in self._lines]
         while lines and not lines[-1]:
             lines.pop()

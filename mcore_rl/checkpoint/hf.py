@@ -38,7 +38,7 @@ from mcore_rl.models.base import (
     pad_vocab_size,
     read_config,
 )
-from mcore_rl.reshard.float8 import SCALE_SUFFIX, get_scale_shape
+from mcore_rl.reshard.float8 import BLOCK, SCALE_SUFFIX, get_scale_shape
 from mcore_rl.reshard.rules import (
     Block,
     Box,
@@ -174,7 +174,7 @@ class CheckpointReader:
     def quantization(self) -> str | None:
         """Format of quantized weights; None if there are none."""
         if self._scaled:
-            return f"fp8, blocks of {fp8.BLOCK} x {fp8.BLOCK}"
+            return f"fp8, blocks of {BLOCK} x {BLOCK}"
         return next((codec.DESCRIPTION for codec in self._packed.values()), None)
 
     def get_shape(self, name: str) -> tuple[int, ...]:
@@ -411,7 +411,7 @@ class CheckpointReader:
                 raise ConfigError(
                     f"{where}: {scale} is {format_dtype(entry.dtype)} of shape {entry.shape}; "
                     f"allowed for {name}: {' or '.join(map(format_dtype, fp8.SCALE_DTYPES))} of "
-                    f"shape {scale_shape}, one for each block of {fp8.BLOCK} x {fp8.BLOCK}"
+                    f"shape {scale_shape}, one for each block of {BLOCK} x {BLOCK}"
                 )
         return frozenset(scaled)
 
@@ -433,8 +433,8 @@ def _read_stored(file: SafetensorsFile, name: str, box: Box) -> torch.Tensor:
 
 def _to_scale_box(box: Box) -> Box:
     """Return the box of the scales of all blocks that a box of a weight overlaps."""
-    starts = tuple(span.start // fp8.BLOCK for span in box.slices)
-    ends = (-(-span.stop // fp8.BLOCK) for span in box.slices)
+    starts = tuple(span.start // BLOCK for span in box.slices)
+    ends = (-(-span.stop // BLOCK) for span in box.slices)
     return Box(starts, tuple(end - start for start, end in zip(starts, ends, strict=True)))
 
 

@@ -75,7 +75,12 @@ def build_parser() -> argparse.ArgumentParser:
     about = "tokens of a conversation, up to what the model takes; default: 8192"
     add("--max-context", type=int, default=8192, metavar="N", help=about)
     add("--seed", type=int, metavar="N", help="default: each answer is drawn anew")
-    add("--dtype", default="auto", metavar="auto|float32|bfloat16", help="default: of the lane")
+    add(
+        "--dtype",
+        default="auto",
+        metavar="auto|float32|bfloat16",
+        help="default: of the device type",
+    )
     add("--tp", type=int, default=1, metavar="N", help="tensor parallel; default: 1")
     add("--kv-cache-bytes", type=int, default=4 << 30, metavar="N", help="default: 4 GiB")
     add("--timeout", type=float, default=600.0, metavar="S", help="of the start; default: 600")

@@ -35,7 +35,7 @@ COMMANDS = {
 }
 OPTIONS = {
     "--help": "this; mcore-rl COMMAND --help says more",
-    "--version": "of mcore-rl and of the packages that results depend on, and the lane",
+    "--version": "of mcore-rl and of the packages that results depend on, and the extra",
 }
 JOBS = ("rl", "sft", "dpo", "rm", "eval")
 # Names of the signals that the scope of a run turns into exits.
@@ -57,11 +57,10 @@ def main() -> int:
     if not arguments or arguments[0] in ("-h", "--help", "help"):
         return _show(_format_usage())
     if arguments[0] in ("-V", "--version"):
-        from mcore_rl.observability.process import detect_lane, list_versions
+        from mcore_rl.observability.process import detect_installed_extra, list_versions
 
-        return _show(
-            "\n".join(f"{n} {v}" for n, v in {**list_versions(), "lane": detect_lane()}.items())
-        )
+        versions = {**list_versions(), "extra": detect_installed_extra()}
+        return _show("\n".join(f"{name} {version}" for name, version in versions.items()))
     if arguments[0] not in COMMANDS:
         return _refuse(arguments[0])
     return run_command(arguments[0], arguments[1:])

@@ -47,6 +47,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _OldName(argparse.Action):
+    """An option under the name that it had in the last release."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        new_name = f"--{self.dest.replace('_', '-')}"
+        print(f"{option_string} is now {new_name}", file=sys.stderr)
+        setattr(namespace, self.dest, values)
+
+
 def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     plan_time.add_job_options(parser)
@@ -58,7 +73,8 @@ def _add_memory_options(parser: argparse.ArgumentParser) -> None:
     add("--concurrency", type=int, default=0, metavar="N", help=about)
     add("--length", type=int, default=0, metavar="N", help="their tokens; default: the longest")
     about = "cuda or cpu; default: the device of --hardware, or cuda"
-    add("--lane", metavar="cuda", help=about)
+    add("--device-type", metavar="cuda", help=about)
+    add("--lane", dest="device_type", action=_OldName, help=argparse.SUPPRESS)
     add("--json", action="store_true", help="print one JSON object")
 
 
@@ -70,15 +86,15 @@ def _plan_memory(options: argparse.Namespace) -> int:
     from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
 
     device = None if options.hardware is None else MemoryLimit.parse(options.hardware)
-    lane = options.lane or (device.lane if device else "cuda")
-    check_choice("--lane", lane, DEVICES)
-    if device is not None and lane != device.lane:
+    device_type = options.device_type or (device.lane if device else "cuda")
+    check_choice("--device-type", device_type, DEVICES)
+    if device is not None and device_type != device.lane:
         raise ConfigError(
-            f"--lane={lane!r}: the device of --hardware={options.hardware!r} is {device.lane!r}; "
-            "allowed: that, or no --lane"
+            f"--device-type={device_type!r}: the device of --hardware={options.hardware!r} is "
+            f"{device.lane!r}; allowed: that, or no --device-type"
         )
     conditions = Conditions(
-        lane,
+        device_type,
         options.imbalance,
         options.concurrency,
         options.length,
@@ -87,10 +103,10 @@ def _plan_memory(options: argparse.Namespace) -> int:
     config = plan_time.compose_job(options)
     from mcore_rl.planner.memory_check import check_memory, prepare_plan
 
-    with prepare_plan(config, lane) as (prepared, model):
+    with prepare_plan(config, device_type) as (prepared, model):
         # CUDA graphs are planned by rollout.engine.
         if isinstance(prepared, RLConfig) and prepared.rollout.engine:
-            check_server_settings(prepared.rollout, device=lane)
+            check_server_settings(prepared.rollout, device=device_type)
         check = check_memory(prepared, model, conditions, device)
     if options.json:
         report = build_memory_json(check.plan, conditions, device, check.fixes)

@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache, partial, update_wrapper
-from typing import Any, Concatenate, Final, Protocol, cast, overload
+from typing import Any, Concatenate, Final, Literal, Protocol, cast, overload
 
 import numpy as np
 
@@ -294,6 +294,14 @@ class WorkerMethod[W, **Q, R, **P, T](RemoteMethod[P, T]):
         return self if worker is None else cast(Any, self.function).__get__(worker, owner)
 
 
+class HostedRank(Protocol):
+    """A process of a rank: `WorkerInfo` of Ray, or `RankInfo` of torchrun."""
+
+    @property
+    def host(self) -> str:
+        """Return the name of the host."""
+
+
 class RankGroup(Protocol):
     """The ranks of a model, called as one object: the registered methods of its worker class.
 
@@ -301,8 +309,8 @@ class RankGroup(Protocol):
     """
 
     @property
-    def worker_infos(self) -> Mapping[int, Any]:
-        """Return where each rank runs, by world rank; rank 0 is there, with its `host`."""
+    def worker_infos(self) -> Mapping[int, HostedRank]:
+        """Return where each rank runs, by world rank; rank 0 is there."""
 
     def call[**P, T](self, method: RemoteMethod[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Call a method on the ranks; return what its mode makes of their results."""
@@ -318,6 +326,14 @@ class OfEachRank(Protocol):
     def __call__[W, **P, R](
         self, method: Callable[Concatenate[W, P], R], /
     ) -> WorkerMethod[W, P, R, P, list[R]]: ...
+
+
+class SamplesOfEachRank(Protocol):
+    """A list of the new samples that the method returns on each rank (`makes`), by reference."""
+
+    def __call__[W, **P](
+        self, method: Callable[Concatenate[W, P], Batch | None], /
+    ) -> WorkerMethod[W, P, Batch | None, P, list[Samples | None]]: ...
 
 
 class OfOneRank(Protocol):
@@ -467,8 +483,18 @@ def register(
     is_start: bool = ...,
     reads: tuple[str, ...] | None = ...,
     writes: tuple[str, ...] = ...,
-    makes: bool = ...,
+    makes: Literal[False] = ...,
 ) -> OfEachRank: ...
+@overload
+def register(
+    *,
+    dispatch_mode: DispatchMode[OfEachRank] = ...,
+    execute: Execute | str = ...,
+    is_start: bool = ...,
+    reads: tuple[str, ...] | None = ...,
+    writes: tuple[str, ...] = ...,
+    makes: Literal[True],
+) -> SamplesOfEachRank: ...
 @overload
 def register[M](
     *,

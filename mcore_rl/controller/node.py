@@ -313,7 +313,7 @@ def _build_parser() -> argparse.ArgumentParser:
     waiting.add_argument("--seconds", type=float, required=True)
     holding = commands.add_parser("hold", help="run this node's Ray until stdin ends")
     holding.add_argument("--interface", default="")
-    holding.add_argument("--ranks", type=int, default=-1, help="CPU lane: devices of this node")
+    holding.add_argument("--ranks", type=int, default=-1, help="CPUs: devices of this node")
     holding.add_argument("--cpus", type=int, default=1)
     holding.add_argument("--object-store-bytes", type=int, default=0)
     for command in (waiting, holding):

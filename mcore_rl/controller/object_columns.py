@@ -168,7 +168,8 @@ def _choose_slices(
 
 
 def _slice_columns(columns: Mapping[str, Jagged], start: int, end: int) -> dict[str, Jagged]:
-    offsets: dict[int, Any] = {}  # columns with the same lengths share their offsets
+    # Columns with the same lengths share their offsets.
+    offsets: dict[int, npt.NDArray[np.int64]] = {}
     slices = {}
     for name, column in columns.items():
         key = id(column.offsets)
@@ -210,7 +211,7 @@ def fetch_columns(batch: RemoteBatch, timeout_s: float | None = None) -> Batch:
     return Batch({**columns, **batch.local.columns})
 
 
-def _get_objects(references: list[Any], timeout_s: float | None) -> Objects:
+def _get_objects(references: list[ray.ObjectRef], timeout_s: float | None) -> Objects:
     """Return the objects of references, in order; raise as `fetch_columns`."""
     try:
         objects: Objects = ray.get(references, timeout=timeout_s)
@@ -277,10 +278,10 @@ class GatheredRows(Jagged):
             object.__setattr__(self, name, value)
 
     def __getitem__(self, row: int) -> Array:
-        return self._sources[self._numbers[row]][self._rows[row]]
+        return self._sources[int(self._numbers[row])][int(self._rows[row])]
 
     @property
-    def values(self) -> Array:  # type: ignore[override]
+    def values(self) -> Array:
         if self._joined is None:
             runs = list(_iterate_runs(self._numbers, self._rows))
             parts = [_slice_rows(self._sources[n], row, row + num).values for n, row, num in runs]
@@ -338,7 +339,7 @@ def find_lost_rows(batches: Sequence[RemoteBatch]) -> list[npt.NDArray[np.bool_]
     return masks
 
 
-def _find_lost_references(references: list[Any], alive: set[str]) -> set[Any]:
+def _find_lost_references(references: list[ray.ObjectRef], alive: set[str]) -> set[ray.ObjectRef]:
     """Return references whose objects are lost; `alive` are the ids of living nodes.
 
     Ray replaces a lost object by an error, in the store of this node. So an object on another
@@ -353,7 +354,7 @@ def _find_lost_references(references: list[Any], alive: set[str]) -> set[Any]:
     return {ref for ref in unconfirmed if not _are_available([ref])}
 
 
-def _are_available(references: list[Any]) -> bool:
+def _are_available(references: list[ray.ObjectRef]) -> bool:
     """Return whether all of these objects can be read on this node."""
     try:
         ray.get(references, timeout=_LOST_S)

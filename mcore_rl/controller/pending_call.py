@@ -76,7 +76,7 @@ class CalledGroup(Protocol):
 class RunningGroup(CalledGroup, Protocol):
     """A group whose ranks can be asked whether they live."""
 
-    def ping(self) -> dict[Any, int]:
+    def ping(self) -> dict[ray.ObjectRef, int]:
         """Call each rank; return its world rank by Ray's reference to the reply."""
 
 

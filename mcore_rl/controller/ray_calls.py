@@ -120,7 +120,7 @@ def _find_ray_call(frame: FrameType) -> FrameType | None:
 
 def _list_ray_processes() -> list[psutil.Process]:
     """Return this process's descendants, and the Ray processes of the machine."""
-    processes = psutil.Process().children(recursive=True)
+    processes: list[psutil.Process] = psutil.Process().children(recursive=True)
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.name() in ("raylet", "gcs_server") and process not in processes:

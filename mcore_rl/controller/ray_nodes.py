@@ -21,10 +21,10 @@ from mcore_rl.controller.ray_session import ray_session
 MIN_CLUSTER_BYTES = 16 << 30  # in all files: one node reads fewer in half a minute
 
 
-class RayNodes:
+class RayNodes[A, R]:
     """Calls function(argument, number) on all nodes that are alive, at once."""
 
-    def __init__(self, function: Callable[[Any, int], Any], address: str = "") -> None:
+    def __init__(self, function: Callable[[A, int], R], address: str = "") -> None:
         """`address` is one of this machine; empty: the one that Ray uses."""
         nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: n["NodeName"])
         if not nodes:
@@ -33,9 +33,9 @@ class RayNodes:
         self.address = address or ray.util.get_node_ip_address()
         self._ids = [node["NodeID"] for node in nodes]
         self._function = function
-        self._calls: list[Any] = []
+        self._calls: list[ray.ObjectRef] = []
 
-    def start(self, argument: Any) -> None:
+    def start(self, argument: A) -> None:
         """Call the function on each node."""
         remote = ray.remote(num_cpus=0, max_retries=0)(self._function)
         for number, node_id in enumerate(self._ids):
@@ -61,9 +61,10 @@ class RayNodes:
             return str(error).strip().splitlines()[-1]
         return ""
 
-    def get_result(self, name: str, timeout_s: float) -> Any:
+    def get_result(self, name: str, timeout_s: float) -> R:
         """Wait for the result of a node's call. Raises as `ray.get`."""
-        return ray.get(self._calls[self.nodes.index(name)], timeout=timeout_s)
+        result: R = ray.get(self._calls[self.nodes.index(name)], timeout=timeout_s)
+        return result
 
     def stop(self) -> None:
         """Do nothing: the end of the Ray session ends the calls.

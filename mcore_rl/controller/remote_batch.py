@@ -312,8 +312,10 @@ def _unpack_column(packed: Any) -> Array:
         dtype, distinct, codes = packed
         is_text = isinstance(distinct, list)
         values = np.array(distinct, dtype) if is_text else np.frombuffer(distinct, dtype)
-        return values[_unpack_column(codes)]
+        column: Array = values[_unpack_column(codes)]
+        return column
     dtype, shape, sent, content = packed
     if isinstance(sent, int):  # evenly spaced: the first, and the step
-        return (sent + content * np.arange(shape)).astype(dtype)
+        spaced: Array = (sent + content * np.arange(shape)).astype(dtype)
+        return spaced
     return np.frombuffer(content, sent).astype(dtype).reshape(shape)

@@ -85,7 +85,7 @@ class ResourcePool:
             raise ConfigError(message)
         names = {node["NodeID"]: node["NodeName"] for node in ray.nodes()}
         table = placement_group_table(self.placement_group)["bundles_to_node_id"]
-        self._nodes = [names[table[index]] for index in range(num_ranks)]
+        self._nodes: list[str] = [names[table[index]] for index in range(num_ranks)]
         self.bundles = order_by_node(self._nodes)
 
     def _wait_for_bundles(self, timeout_s: float) -> bool:

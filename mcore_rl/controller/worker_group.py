@@ -62,7 +62,7 @@ from mcore_rl.controller.worker_process import (
 from mcore_rl.data.batch import Samples
 from mcore_rl.parallel.mesh import Mesh
 
-SentCalls = dict[Any, int]  # world rank of each reference to a reply
+SentCalls = dict[ray.ObjectRef, int]  # world rank of each reference to a reply
 
 
 class WorkerGroup:
@@ -228,7 +228,7 @@ class WorkerGroup:
             actor.rename.remote(name)
         self._build((self._worker_class, init_args, {}))
 
-    def ping(self) -> dict[Any, int]:
+    def ping(self) -> dict[ray.ObjectRef, int]:
         """Call each rank; return its world rank by Ray's reference to the reply."""
         return {actor.get_info.remote(): rank for rank, actor in enumerate(self._actors)}
 

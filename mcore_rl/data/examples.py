@@ -279,7 +279,7 @@ def encode_conversation(
         if after < len(ids) and (ids[after] in special or ids[after] == tokenizer.eos_token_id):
             mask[after] = True
     if spans[-1][1] == len(text):
-        ids.append(int(tokenizer.eos_token_id))  # type: ignore[arg-type]
+        ids.append(int(tokenizer.eos_token_id))
         mask.append(True)
     if True not in mask[1:]:
         raise ChatTemplateError("has no token to train on")

@@ -55,7 +55,7 @@ def set_chat_date(tokenizer: PreTrainedTokenizerBase, chat_date: str) -> None:
     Templates ask transformers' `strftime_now` for it, or read `date_string` (Llama-3's).
     """
     day = date.fromisoformat(chat_date)
-    tokenizer.apply_chat_template = partial(  # type: ignore[method-assign]
+    tokenizer.apply_chat_template = partial(
         tokenizer.apply_chat_template, strftime_now=day.strftime, date_string=f"{day:%d %b %Y}"
     )
 

@@ -379,11 +379,12 @@ class Backend:
         settings: Settings of EngineConfig that the engine reads, such as "layout.dp", or "layout"
             for all of the group. Others are refused unless they have their default. None: it reads
             all of them, or checks them itself.
-        check_settings: Called with the key of the settings ("actor"), the settings, and the lane of
-            the ranks ("cuda" or "cpu"), before any process starts. Raises ConfigError.
-        check_model: The same with the model's config.json instead of the lane.
+        check_settings: Called with the key of the settings ("actor"), the settings, and the
+            device type of the ranks ("cuda" or "cpu"), before any process starts. Raises
+            ConfigError.
+        check_model: The same with the model's config.json instead of the device type.
         rank_environment: Variables that the process of a rank must be started with, for a layout
-            and a lane, besides those that `build_rank_environment` adds.
+            and a device type, besides those that `build_rank_environment` adds.
         takes_images: Its language model reads the column `images` of batches
             (EngineSpec.images_folder). Without, data.images_column is refused.
         family: model.family where the settings name none: "transformers" for an engine that builds
@@ -452,7 +453,7 @@ def check_engine_settings(
     Args:
         key: Name of the settings, such as actor.
         model_type: A key of Backend.engines.
-        device: Lane of the ranks, "cuda" or "cpu".
+        device: Device type of the ranks, "cuda" or "cpu".
         images_column: Column of images in the data that it trains on; "" for none.
 
     Raises:

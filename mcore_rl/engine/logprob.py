@@ -9,6 +9,7 @@ checkpointing of other frameworks is not needed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -38,7 +39,7 @@ class VocabShard(NamedTuple):
 
     start: int  # first vocabulary id of the shard
     vocab_size: int  # ids of the full vocabulary, without padding
-    group: Any  # tensor-parallel process group; None if the vocabulary is not split
+    group: dist.ProcessGroup | None  # of tensor-parallel ranks; None if the vocabulary is not split
 
 
 class Tile(NamedTuple):
@@ -100,7 +101,7 @@ def compute_log_probs(
         raise ValueError(f"num_top={num_top}; allowed: 0 to the {shard.vocab_size} token ids")
     tile = choose_tile(chunk_bytes or DEFAULT_CHUNK_BYTES[hidden.device.type], *hidden.shape)
     columns = targets[:, None] if targets.dim() == 1 else targets
-    log_probs, *statistics = _ComputeLogProbs.apply(
+    log_probs, *statistics = _compute_in_tiles(
         hidden, head, columns, shard, temperature, tile, with_entropy, with_squares, num_top
     )
     return LogProbs(log_probs.view(targets.shape), *statistics)
@@ -158,7 +159,7 @@ class _Sums(NamedTuple):
         self.total[part] *= decay
         self.top[part] = top
 
-    def reduce(self, group: Any) -> None:
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Reduce the sums of this shard to those of the full vocabulary, in place."""
         if not _is_split(group):
             return
@@ -193,7 +194,7 @@ class _Top(NamedTuple):
         self.logits[part], index = candidates.topk(k, dim=-1)
         self.ids[part] = ids.gather(1, index)
 
-    def reduce(self, group: Any) -> None:
+    def reduce(self, group: dist.ProcessGroup | None) -> None:
         """Reduce the largest of this shard to those of the full vocabulary, in place."""
         if not _is_split(group):
             return
@@ -251,7 +252,7 @@ class _ComputeLogProbs(torch.autograd.Function):
         grad_log_probs: torch.Tensor | None,
         grad_entropy: torch.Tensor | None,
         *_: torch.Tensor | None,
-    ) -> Any:
+    ) -> tuple[torch.Tensor | None, ...]:
         """Compute the gradients of hidden and head.
 
         With z = logits / T: d log p_t / dz_j = [j = t] - p_j; dH / dz_j = -p_j (log p_j + H). With
@@ -295,6 +296,9 @@ class _ComputeLogProbs(torch.autograd.Function):
         return grad_hidden, grad_head, *[None] * 7
 
 
+_compute_in_tiles: Callable[..., tuple[torch.Tensor, ...]] = _ComputeLogProbs.apply
+
+
 def _get_wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype is torch.float64 else torch.float32
 
@@ -330,5 +334,5 @@ def _split_range(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _is_split(group: Any) -> bool:
+def _is_split(group: dist.ProcessGroup | None) -> bool:
     return group is not None and dist.get_world_size(group) > 1

@@ -114,7 +114,7 @@ def move_storages(
 ) -> None:
     """Move parts of an engine; leave what is already there.
 
-    On the CPU lane the device is the host: nothing moves.
+    On CPUs the device is the host: nothing moves.
 
     Args:
         list_tensors: The tensors of each part; those that are not on `device` stay.

@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -119,7 +119,7 @@ def build_micro_batches(
     cost: SequenceCost,
     device: torch.device,
     *,
-    group: Any,
+    group: dist.ProcessGroup,
     multiple_of: int = 1,
     equal_sizes: bool = False,
     num_mtp_layers: int = 0,

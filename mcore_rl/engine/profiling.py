@@ -67,7 +67,8 @@ class StepProfiler:
             except RuntimeError as error:  # of Kineto
                 problems.append(f"{self._path.name}{TRACE_SUFFIX} cannot be recorded: {error}")
             if self._has_memory:
-                dump = torch.cuda.memory._dump_snapshot  # https://pytorch.org/memory_viz shows it
+                # https://pytorch.org/memory_viz shows it
+                dump: Callable[[str], None] = torch.cuda.memory._dump_snapshot
                 problems.append(self._write(_SNAPSHOT_SUFFIX, lambda path: dump(str(path))))
         finally:
             if self._has_memory:

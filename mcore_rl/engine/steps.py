@@ -246,8 +246,10 @@ class TokenCounts:
     trained: Mapping[str, int]  # response tokens with a weight, by weight column
 
 
-def count_tokens(micros: Sequence[MicroBatch], device: torch.device, data: Any) -> TokenCounts:
-    """Count the tokens of a mini-batch. Collective over the group `data`."""
+def count_tokens(
+    micros: Sequence[MicroBatch], device: torch.device, data: dist.ProcessGroup | None
+) -> TokenCounts:
+    """Count the tokens of a mini-batch. Collective over the group `data`; None: all ranks."""
     names = [name for name in micros[0].columns if name.endswith(WEIGHTS)]
     total = torch.tensor(sum(micro.num_tokens for micro in micros), device=device)
     trained = [torch.stack([m.columns[name].count_nonzero() for m in micros]) for name in names]
@@ -262,7 +264,7 @@ def compute_loss(
     loss_function: LossFunction,
     counts: TokenCounts,
     micro: MicroBatch,
-    context: Any,
+    context: dist.ProcessGroup | None,
     *,
     with_scores: bool = False,
 ) -> tuple[torch.Tensor, Result]:
@@ -282,12 +284,13 @@ def compute_loss(
     return total, result
 
 
-def build_pack_inputs(scores: Tensors, micro: MicroBatch, context: Any = None) -> LossInputs:
+def build_pack_inputs(
+    scores: Tensors, micro: MicroBatch, context: dist.ProcessGroup | None = None
+) -> LossInputs:
     """Return the inputs of a loss function for a micro-batch."""
 
     def sum_over_context(totals: torch.Tensor) -> torch.Tensor:
-        total: torch.Tensor = _AllReduce.apply(totals, context) if context is not None else totals
-        return total
+        return _all_reduce(totals, context) if context is not None else totals
 
     return LossInputs(
         scores=scores,
@@ -307,7 +310,7 @@ class _AllReduce(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, totals: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(ctx: Any, totals: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
         ctx.group = group
         return _sum_over_group(totals, group)
 
@@ -316,14 +319,17 @@ class _AllReduce(torch.autograd.Function):
         return _sum_over_group(gradients[0], ctx.group), None
 
 
-def _sum_over_group(tensor: torch.Tensor, group: Any) -> torch.Tensor:
+_all_reduce: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor] = _AllReduce.apply
+
+
+def _sum_over_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
 
 
-def reduce_metrics(results: Sequence[Result], data: Any) -> dict[str, float]:
-    """Sum metrics over micro-batches and the ranks of the group `data`."""
+def reduce_metrics(results: Sequence[Result], data: dist.ProcessGroup | None) -> dict[str, float]:
+    """Sum metrics over micro-batches and the ranks of the group `data`; None: all ranks."""
     names = list(results[0])
     totals = torch.stack([torch.stack([r[name] for r in results]).sum() for name in names])
     dist.all_reduce(totals, group=data)
@@ -347,7 +353,9 @@ def compute_logprob_gaps(
     return reduce_logprob_gaps(parts, device)
 
 
-def gather_column(micro: MicroBatch, values: torch.Tensor, context: Any) -> torch.Tensor:
+def gather_column(
+    micro: MicroBatch, values: torch.Tensor, context: dist.ProcessGroup | None
+) -> torch.Tensor:
     """Return [response tokens of the micro-batch, ...] from the scored tokens of all CP ranks."""
     if context is None:
         return values
@@ -362,7 +370,7 @@ def restore_batch_order(
     micros: Sequence[MicroBatch],
     results: Sequence[Result],
     name: str,
-    context: Any,
+    context: dist.ProcessGroup | None,
 ) -> Jagged:
     """Return a result along the response tokens as a column, in the order of the batch."""
     responses = batch.jagged("response_ids")

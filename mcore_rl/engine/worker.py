@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Concatenate, cast
+from typing import Concatenate, cast
 
 import numpy as np
 from torch.profiler import record_function
@@ -50,7 +50,7 @@ _SCORES = (
 )  # fmt: skip
 
 
-def _join_scores(parts: Sequence[CallPart], results: Results) -> tuple[Any, Metrics, Metrics]:
+def _join_scores(parts: Sequence[CallPart], results: Results) -> tuple[Samples, Metrics, Metrics]:
     """Join the scores of (scores, gaps, metrics); every rank reports the numbers of all of them."""
     scores = {rank: result and result[0] for rank, result in results.items()}
     assert parts[0].output_rank is not None  # each part has one

@@ -115,7 +115,7 @@ def compute_checkpoint_bytes(
     Args:
         weights: Bytes of the weights in model.dtype.
     """
-    itemsize = getattr(torch, config.model.dtype).itemsize
+    itemsize: int = getattr(torch, config.model.dtype).itemsize
     optimizer = engine.optimizer
     optimizer_bytes = 0 if engine.lora.rank else 8  # two moments; those of adapters are small
     if optimizer_bytes and (optimizer.distributed or itemsize < 4):

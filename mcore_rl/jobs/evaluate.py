@@ -49,7 +49,7 @@ from mcore_rl.jobs.output import (
     read_chat_date,
     write_json,
 )
-from mcore_rl.jobs.placement import Pools, detect_lane, get_device_resource, list_rank_nodes
+from mcore_rl.jobs.placement import Pools, detect_device_type, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.rl import build_server_pool, open_session
@@ -171,11 +171,11 @@ def check_evaluation(config: EvalConfig) -> EvaluationInputs:
     """Load the data sets; check model, reward and servers. Raise ConfigError if one is wrong."""
     chat_date = config.model.chat_date or read_chat_date(config.model.path)
     run = build_server_config(
-        config, detect_lane(), str(find_model_folder(config.model.path)), chat_date
+        config, detect_device_type(), str(find_model_folder(config.model.path)), chat_date
     )
     RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judge_models(config.reward, ())
-    check_server_settings(run.rollout, device=detect_lane())
+    check_server_settings(run.rollout, device=detect_device_type())
     plan = plan_evaluation(run)
     check_model(run, plan)
     tokenizer = load_tokenizer(run.model.path, run.model.chat_date)

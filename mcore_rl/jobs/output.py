@@ -358,7 +358,7 @@ class RunOutput:
 
     def _record_peak_memory(self, peak_bytes: int) -> int:
         """Record a peak of memory; return the highest of all attempts of the run."""
-        highest = max(peak_bytes, self.results.get(_PEAK_MEMORY, 0))
+        highest: int = max(peak_bytes, self.results.get(_PEAK_MEMORY, 0))
         self.results[_PEAK_MEMORY] = highest
         return highest
 

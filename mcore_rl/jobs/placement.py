@@ -51,7 +51,7 @@ def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
     ]
 
 
-def detect_lane() -> str:
+def detect_device_type() -> str:
     """Return "cuda" if the nodes that ranks run on have GPUs, else "cpu".
 
     With RAY_ADDRESS these are the nodes of that cluster; the driver itself need not have a GPU.
@@ -68,7 +68,7 @@ def detect_lane() -> str:
 
 def get_device_resource() -> str:
     """Return Ray's name of a device."""
-    return DEVICES[detect_lane()].ray_resource
+    return DEVICES[detect_device_type()].ray_resource
 
 
 def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = True) -> RLConfig:
@@ -82,7 +82,7 @@ def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = Tr
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
     resolve(config, needs_data=needs_data)
-    lane = lane or detect_lane()
+    lane = lane or detect_device_type()
     check_engines(config, lane)  # before a model is downloaded
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("actor", config.model, config.actor)
@@ -141,7 +141,7 @@ def list_replayed_experts(config: RLConfig) -> ExpertLayers | None:
 
 def build_rank_environment(role: Role) -> dict[str, str]:
     """Return the variables to start the process of a rank with."""
-    return load_backend(role.spec.engine).build_rank_environment(role.layout, detect_lane())
+    return load_backend(role.spec.engine).build_rank_environment(role.layout, detect_device_type())
 
 
 class Pools:

@@ -44,7 +44,7 @@ from mcore_rl.data.tokenizer import (
 from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
 from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
-from mcore_rl.jobs.placement import detect_lane
+from mcore_rl.jobs.placement import detect_device_type
 from mcore_rl.jobs.quantization_preflight import check_quantization
 from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REWARD_MODEL, WARM_START, Role, RunPlan
 from mcore_rl.models.base import (
@@ -190,13 +190,13 @@ def _check_choices(config: RLConfig, plan: RunPlan) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated":
         check_transport(config.weight_sync.transport)
-    if detect_lane() == "cuda" and config.weight_sync.method == "colocated":
+    if detect_device_type() == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 
 
 def check_servers(config: RLConfig, plan: RunPlan) -> None:
     """Check what the run needs of its servers against the features of their backends."""
-    device = detect_lane()
+    device = detect_device_type()
     for name, model in plan.models.items():
         if not model.adapter:
             check_server_settings(model.servers, f"models.{name}", device=device)
@@ -344,7 +344,7 @@ def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
         config.rollout,
         "rollout",
         hf_config,
-        detect_lane(),
+        detect_device_type(),
         records_experts=config.actor.moe.router_replay == "rollout",
     )
     if role := plan.find(WARM_START):
@@ -591,7 +591,7 @@ def _check_served_layouts(config: RLConfig, plan: RunPlan) -> None:
             rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
             check_adapter_rank(f"{key}.adapter: rank", rank, config.rollout)
             continue
-        load_server_class(servers, key).check_model(servers, key, hf_config, detect_lane())
+        load_server_class(servers, key).check_model(servers, key, hf_config, detect_device_type())
         conversation = f"conversation of max_context={model.max_context} tokens"
         _check_kv_cache(key, servers, config, hf_config, model.max_context, conversation)
 

@@ -118,7 +118,7 @@ def _gather(
             silent = [process for index, process in enumerate(processes) if index not in results]
             raise _build_timeout_error(silent, timeout_s)
         for pipe in ready:
-            index = pipes.index(pipe)  # type: ignore[arg-type]
+            index = pipes.index(pipe)
             try:
                 outcome, answer = pipes[index].recv()
             except EOFError:

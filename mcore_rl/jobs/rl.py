@@ -431,11 +431,11 @@ class FrozenServers:
     groups: dict[str, WorkerGroup]
     keys: dict[str, str] = field(repr=False)
 
-    def submit_prepare(self) -> list[PendingCall]:
+    def submit_prepare(self) -> list[PendingCall[list[None]]]:
         """Submit the preparation of all servers."""
         return [group.submit(ModelServer.prepare) for group in self.groups.values()]
 
-    def submit_start(self) -> list[PendingCall]:
+    def submit_start(self) -> list[PendingCall[list[str]]]:
         """Submit the start of all servers; each call returns the URLs of a model's servers."""
         return [group.submit(ModelServer.start) for group in self.groups.values()]
 

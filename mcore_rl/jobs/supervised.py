@@ -46,7 +46,7 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import (
     CPU_RESOURCE,
     Pools,
-    detect_lane,
+    detect_device_type,
     get_device_resource,
     list_rank_nodes,
 )
@@ -278,7 +278,7 @@ def _get_reference_placement(config: TrainConfig) -> str:
 def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
     """Join the ranks that torchrun started, with the variables that the backend needs."""
     layout, plan = config.engine.layout, plan_supervised(config)
-    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_lane()))
+    os.environ.update(load_backend(config.engine).rank_environment(layout, detect_device_type()))
 
     def build(name: str, total_steps: int) -> ModelWorker:
         """Build a worker; rank 0 alone has counted the steps."""
@@ -286,7 +286,7 @@ def _build_torchrun_ranks(config: TrainConfig) -> torchrun.TorchrunRanks:
         spec = replace(role.spec, total_steps=total_steps)
         return ModelWorker(*replace(role, spec=spec).build_worker_arguments())
 
-    backend = DEVICES[detect_lane()].backend
+    backend = DEVICES[detect_device_type()].backend
     return torchrun.TorchrunRanks(backend, layout, config.inner_timeout_s, build)
 
 

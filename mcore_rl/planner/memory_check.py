@@ -17,7 +17,7 @@ from mcore_rl.config.resolve import resolve
 from mcore_rl.config.resolve_train import resolve_train
 from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
-from mcore_rl.jobs.placement import check_engines, detect_lane, resolve_for_nodes
+from mcore_rl.jobs.placement import check_engines, detect_device_type, resolve_for_nodes
 from mcore_rl.jobs.preflight import check_layouts
 from mcore_rl.jobs.resume import prepare_settings
 from mcore_rl.jobs.run_plan import plan_run
@@ -76,7 +76,7 @@ def find_device(hardware: str | None, gpus_per_node: int | None) -> tuple[str, M
         ConfigError: The hardware is unknown, or has no GPUs.
     """
     if hardware is None and not gpus_per_node:
-        lane = detect_lane()
+        lane = detect_device_type()
         if lane == "cpu" or not torch.cuda.is_available():
             return lane, None
         properties = torch.cuda.get_device_properties(0)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.parallel.mesh import Chunk, Mesh
-from mcore_rl.reshard.rules import Listed, StackedRows, Stage, Weight
+from mcore_rl.reshard.rules import ListedRule, StackedRows, Stage, Weight
 
 Holders = tuple[tuple[int, ...], ...]  # ranks per shard, ascending
 
@@ -239,7 +239,7 @@ class GenerationRanks:
 
 
 class ListedRanks:
-    """Ranks of servers whose parameters are listed (rules.Listed).
+    """Ranks of servers whose parameters are listed (rules.ListedRule).
 
     Args:
         num_workers: Ranks of each server.
@@ -254,7 +254,7 @@ class ListedRanks:
         return self.layout.world_size
 
     def get_holders(self, weight: Weight) -> Holders:
-        assert isinstance(weight.rule, Listed)
+        assert isinstance(weight.rule, ListedRule)
         return self._holders(weight.rule.ranks)
 
     def _find_holders(self, ranks: tuple[int, ...]) -> Holders:

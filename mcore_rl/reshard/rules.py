@@ -502,7 +502,7 @@ class StackedRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class ListedRule:
     """A parameter whose blocks are listed, the same on all ranks that have it."""
 
     shape: tuple[int, ...]

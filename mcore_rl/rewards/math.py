@@ -316,7 +316,7 @@ def _parse_last(text: str) -> list[Any]:
     """Parse the last formula or number of a text without a box."""
     from math_verify import parse
 
-    return parse(text, parsing_timeout=None)
+    return [*parse(text, parsing_timeout=None)]
 
 
 @cache

@@ -189,7 +189,7 @@ async def _exchange(process: Process, message: Mapping[str, Any]) -> dict[str, A
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return psutil.Process(pid).status() == psutil.STATUS_STOPPED
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
     except psutil.Error:
         return False
 

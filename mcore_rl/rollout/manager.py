@@ -14,7 +14,7 @@ from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.inference.protocol import SamplingParams
 from mcore_rl.observability.activity import ACTIVITY
 from mcore_rl.rollout.routing import Stream
-from mcore_rl.rollout.server_pool import ALL, ServerPool
+from mcore_rl.rollout.server_pool import ServerPool
 
 _WAIT_S = 10.0  # for samples, between two reports of progress
 TRAIN: Final[Stream] = "train"  # the stream of samples for training
@@ -58,7 +58,7 @@ class RolloutPool:
         """Return whole groups that have ended since the last call: see `ServerPool.collect`."""
         return self.servers.collect(TRAIN, wait_s, at_least)
 
-    def poll(self, at_least: int) -> list[Samples]:
+    def poll(self, at_least: int | None) -> list[Samples]:
         """Collect without a wait, while the trainer's weights change: see `ServerPool.poll`."""
         return self.servers.poll(TRAIN, at_least)
 
@@ -151,7 +151,7 @@ class RolloutPool:
         num_samples, num_groups = len(prompts) * sampling.n, 0
         with ACTIVITY.count(num_samples, "samples") as report_progress:
             while self.servers.num_outstanding(stream):
-                arrived = self.servers.collect(stream, _WAIT_S, ALL)
+                arrived = self.servers.collect(stream, _WAIT_S, at_least=None)
                 batches += arrived
                 num_groups += sum(len(np.unique(batch.array("group_ids"))) for batch in arrived)
                 report_progress(num_groups * sampling.n)

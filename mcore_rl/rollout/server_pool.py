@@ -56,7 +56,6 @@ LoadFormat = Literal["auto", "checkpoint", "dummy"]
 StartServer = Callable[[int], WorkerGroup]  # from a server's number; its workers are being built
 POLL_S = 0.25  # the longest wait for an answer before the pool looks at its state again
 CHECK_S = 1.0  # how often calls are compared with their time limits
-ALL = 1 << 31  # more groups than any call begins
 # How long a server waits for all of its groups. Their samples are lost if it dies meanwhile.
 COLLECT_ALL_S = 5.0
 # Servers that are polled for samples every second; with more of them each may wait longer with its
@@ -83,7 +82,9 @@ class Server:
     reads_weights: bool = True  # of the checkpoint, at its start
     version: int | None = None  # of its weights; None if it has none, or an incomplete version
     sent: list[PendingCall[Any]] = field(default_factory=list)  # calls without a result to wait for
-    collecting: dict[Stream, PendingCall[Any]] = field(default_factory=dict)  # by stream
+    collecting: dict[Stream, PendingCall[list[Samples | None]]] = field(
+        default_factory=dict
+    )  # by stream
     last_collect_s: float = -math.inf  # when it was last called for samples, by time.monotonic
     # Groups abandoned since the call in `collecting`, whose result may have them; by stream.
     abandoned: dict[Stream, set[int]] = field(default_factory=dict)
@@ -291,16 +292,17 @@ class ServerPool:
         self._router.begin(prompts, sampling, stream)
         self._route()
 
-    def collect(self, stream: Stream, wait_s: float, at_least: int = 1) -> list[Samples]:
+    def collect(self, stream: Stream, wait_s: float, at_least: int | None = 1) -> list[Samples]:
         """Return samples of whole groups that have ended since the last call.
 
         Returns at once if no group of the stream is pending.
 
         Args:
             wait_s: Maximum wait for a first group.
-            at_least: Number of groups that the caller needs to go on. A server answers when its
-                share of them has ended, or all of its groups have. Otherwise it answers every
-                quarter of a second, with many servers every 2 s, and with `ALL` every 5 to 10 s.
+            at_least: Number of groups that the caller needs to go on. None: all of them. A server
+                answers when its share of them has ended, or all of its groups have. Otherwise it
+                answers every quarter of a second, with many servers every 2 s, and with None every
+                5 to 10 s.
 
         Raises:
             ConfigError, WorkerError: a reward or a loop raised; a server died once too often; no
@@ -324,19 +326,19 @@ class ServerPool:
         self._check_wait(0.0 if batches else time.monotonic() - self._wait_start_s)
         return batches
 
-    def poll(self, stream: Stream, at_least: int = 1) -> list[Samples]:
+    def poll(self, stream: Stream, at_least: int | None = 1) -> list[Samples]:
         """Collect without waiting or resending weights, while the trainer changes them.
 
         Of many servers about 32 a second are polled, each after 10 s at the latest.
 
         Args:
-            at_least: As of `collect`. With fewer than `ALL` each is polled after 2 s at the latest.
+            at_least: As of `collect`. Unless it is None, each is polled after 2 s at the latest.
         """
         self._poll()
         self._route()
         num_serving, pause_s = len(self._serving), 0.0
         if num_serving > _SERVERS_PER_S:
-            limit_s = _MAX_COLLECT_ALL_S if at_least == ALL else _MAX_COLLECT_S
+            limit_s = _MAX_COLLECT_ALL_S if at_least is None else _MAX_COLLECT_S
             pause_s = min(num_serving / _SERVERS_PER_S, limit_s)
         return self._collect(stream, 0, pause_s)
 
@@ -409,24 +411,26 @@ class ServerPool:
             )
         self.resend()
 
-    def _collect(self, stream: Stream, at_least: int, pause_s: float = 0.0) -> list[Samples]:
+    def _collect(self, stream: Stream, at_least: int | None, pause_s: float = 0.0) -> list[Samples]:
         """Return samples of servers that have answered, and poll those that have groups.
 
         A server that was polled less than `pause_s` ago is left to a later call.
         """
         marked, batches, num_serving = self._to_collect[stream], list[Samples](), len(self._serving)
         wait_s, now_s = self._get_collect_s(at_least, num_serving), time.monotonic()
-        share = math.ceil(at_least / num_serving) if num_serving else 0
         for server in sorted(filter(self._is_serving, marked), key=attrgetter("number")):
             if (call := server.collecting.get(stream)) is not None:
                 if not self._has_succeeded(server, call):
                     marked.discard(server)
                     continue
                 del server.collecting[stream]
-                batches += self._take_pending(server, stream, call.result()[0])
-            if self._router.get_groups(server.number, stream):
+                samples = call.result()[0]  # node 0 has the server; others return None
+                assert samples is not None
+                batches += self._take_pending(server, stream, samples)
+            if groups := self._router.get_groups(server.number, stream):
                 if now_s < server.last_collect_s + pause_s:
                     continue
+                share = len(groups) if at_least is None else math.ceil(at_least / num_serving)
                 self._submit_collect(server, stream, wait_s, share)
             marked.discard(server)
         return batches
@@ -442,12 +446,12 @@ class ServerPool:
         server.last_collect_s = time.monotonic()
         self._replies.watch([call])
 
-    def _get_collect_s(self, at_least: int, num_serving: int) -> float:
+    def _get_collect_s(self, at_least: int | None, num_serving: int) -> float:
         """Return how long a server may wait with its answer. It takes no other call meanwhile."""
-        if not at_least:
+        if at_least == 0:
             return 0.0
         least_s, most_s = POLL_S, _MAX_COLLECT_S
-        if at_least == ALL:
+        if at_least is None:
             least_s, most_s = COLLECT_ALL_S, _MAX_COLLECT_ALL_S
         collect_s = min(max(num_serving / _SERVERS_PER_S, least_s), most_s)
         return min(collect_s, self._call_timeout.seconds / 4)

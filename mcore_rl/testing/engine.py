@@ -39,7 +39,7 @@ from mcore_rl.engine.steps import (
     count_trained_tokens,
     sum_losses,
 )
-from mcore_rl.jobs.placement import detect_lane
+from mcore_rl.jobs.placement import detect_device_type
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
 from mcore_rl.models.base import HFConfig, use_family
 from mcore_rl.parallel.mesh import Mesh
@@ -83,7 +83,7 @@ def check_engine(
             f"num_ranks={num_ranks}: the layout has {layout.world_size} ranks; allowed: as many"
         )
     spec = build_spec(backend, model_path, layout)
-    check_engine_settings("engine", spec.engine, "language_model", detect_lane())
+    check_engine_settings("engine", spec.engine, "language_model", detect_device_type())
     family = load_backend(spec.engine).family
     run_in_processes(backend, str(model_path), layout, family, timeout_s=timeout_s)
 

@@ -37,7 +37,7 @@ from mcore_rl.rollout.buffer import (
     StalenessSettings,
 )
 from mcore_rl.rollout.manager import report_lost_groups
-from mcore_rl.rollout.server_pool import ALL, NoServersError
+from mcore_rl.rollout.server_pool import NoServersError
 from mcore_rl.trainers import policy_checks
 from mcore_rl.trainers.step_samples import StepSampler, add_teacher_names, count_new_groups
 
@@ -132,7 +132,7 @@ class AsyncRollout:
         polling.result()
 
     def _poll(self, is_over: threading.Event) -> None:
-        at_least = 1 if self._config.trainer.asynchronous.max_groups else ALL
+        at_least = 1 if self._config.trainer.asynchronous.max_groups else None
         while not is_over.wait(POLL_S):
             self._take_in(self._rollout.poll(at_least))
             self._begin_more()

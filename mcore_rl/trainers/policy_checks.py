@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import numpy as np
+import numpy.typing as npt
 
 from mcore_rl.algorithms.correction import compute_mismatch, find_gaps_beyond
 from mcore_rl.config.schema import CorrectionConfig, TrainerConfig
@@ -51,7 +52,8 @@ def compute_ages(batch: Samples, version: int) -> Array:
     Samples without a token that the policy chose are left out.
     """
     oldest = get_sample_columns(batch).array("oldest_versions")
-    return version - oldest[oldest != NO_VERSION]
+    ages: Array = version - oldest[oldest != NO_VERSION]
+    return ages
 
 
 def check_ages(batch: Samples, version: int, max_age: int) -> dict[str, float]:
@@ -120,15 +122,16 @@ def compute_gap_mask(batch: Batch, version: int | None = None) -> Jagged:
     return mask.with_values(((mask.values != 0) & is_compared).astype(np.int8))
 
 
-def _is_compared(batch: Batch, version: int | None) -> Array:
+def _is_compared(batch: Batch, version: int | None) -> npt.NDArray[np.bool_]:
     """Return whether gaps count a sample, [samples]: not replayed, no token before `version`."""
-    is_replayed = (
+    is_replayed: npt.NDArray[np.bool_] = (
         batch.array("replayed") != 0 if "replayed" in batch else np.zeros(len(batch), bool)
     )
     if version is None:
         return ~is_replayed
     # No version is newer than the policy's.
-    return ~is_replayed & (get_sample_columns(batch).array("oldest_versions") == version)
+    is_newest: npt.NDArray[np.bool_] = get_sample_columns(batch).array("oldest_versions") == version
+    return ~is_replayed & is_newest
 
 
 def check_gaps(gaps: Mapping[str, float], bounds: TrainerConfig, step: int) -> None:

@@ -144,15 +144,15 @@ def check_greedy(config: RLConfig) -> None:
     """
     if not reads_greedy(config.algorithm):
         return
-    asks = f"{ADVANTAGES.setting}={config.algorithm.advantage!r} compares with greedy responses"
+    need = f"{ADVANTAGES.setting}={config.algorithm.advantage!r} compares with greedy responses"
     if get_loop(config.trainer) == "fully_async":
         raise ConfigError(
-            f"{asks}, and with trainer.mode='fully_async' these would be of another version; "
+            f"{need}, and with trainer.mode='fully_async' these would be of another version; "
             "allowed: another advantage"
         )
     if path := config.reward_model.model_path:
         raise ConfigError(
-            f"{asks}, which reward_model.model_path={path!r} does not score; allowed: another "
+            f"{need}, which reward_model.model_path={path!r} does not score; allowed: another "
             "advantage"
         )
 

@@ -43,7 +43,7 @@ from mcore_rl.reshard.planner import Devices, Plan, Side, TransferRequirements, 
 from mcore_rl.reshard.rules import (
     Block,
     Box,
-    Listed,
+    ListedRule,
     LogicalTensor,
     Replicated,
     Shard,
@@ -219,7 +219,7 @@ def build_listed_side(layout: GenerationLayout, worker_lists: WorkerLists) -> Si
     return ListedRanks(layout, len(worker_lists)), tuple(
         Weight(
             parameter.name,
-            Listed(parameter.shape, parameter.blocks, tuple(ranks)),
+            ListedRule(parameter.shape, parameter.blocks, tuple(ranks)),
             float32=parameter.dtype == "float32",
         )
         for parameter, ranks in ranks_of.items()

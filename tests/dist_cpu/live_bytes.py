@@ -1,4 +1,4 @@
-"""How much memory tensors take, at its peak."""
+"""Memory of tensors, at its peak."""
 
 from __future__ import annotations
 

@@ -217,7 +217,7 @@ def resumed(
 
 
 def refusals(path: Path, layout: Layout, folder: Path) -> Result:
-    """What an engine with another alpha says to a checkpoint, and one with a wrong target."""
+    """Return the errors for a checkpoint of another alpha, and for a wrong target."""
     from mcore_rl.config.errors import ConfigError
 
     messages = []

@@ -1,4 +1,4 @@
-"""What ranks run for test_meta_model.py: checkpoints of engines and of Megatron without engine."""
+"""Jobs of test_meta_model.py: checkpoints of engines and of Megatron without engine."""
 
 from __future__ import annotations
 

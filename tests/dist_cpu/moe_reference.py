@@ -25,7 +25,7 @@ def gates(model: Any) -> dict[int, Any]:
 
 @contextmanager
 def routed(model: Any, forced: np.ndarray | None) -> Iterator[dict[int, Routing]]:
-    """What the routers see and choose; `forced` [tokens, layers, topk] replaces the choice."""
+    """Record what routers see and choose; `forced` [tokens, layers, topk] replaces the choice."""
     seen: dict[int, Routing] = {}
 
     def hook(place: int, layer: int) -> Any:

@@ -1,4 +1,4 @@
-"""What ranks run for test_optimizer.py: overlap, clipping, offload, checkpoints between layouts."""
+"""Jobs of test_optimizer.py: overlap, clipping, offload, checkpoints between layouts."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def memory(path: Path, layout: Layout, batch: Batch, dtype: str, **optimizer: An
 
 
 def closed(path: Path, layout: Layout, batch: Batch, **optimizer: Any) -> Result:
-    """What is left of a closed engine that has trained."""
+    """Return what is left of a closed engine that has trained."""
     engine = engine_of(path, layout, **optimizer)
     engine.train_batch(take_share(engine, batch), ranks.LOSS)
     watched = {

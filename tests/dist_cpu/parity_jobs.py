@@ -1,4 +1,4 @@
-"""What ranks run besides scoring, where engines are compared: faulty rules, a checkpoint."""
+"""Jobs besides scoring, where engines are compared: faulty rules, a checkpoint."""
 
 from __future__ import annotations
 

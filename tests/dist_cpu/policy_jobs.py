@@ -1,4 +1,4 @@
-"""What the ranks of test_policy.py run: updates of a policy that samples at a temperature."""
+"""Jobs of test_policy.py: updates of a policy that samples at a temperature."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def update(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
 
 
 def gradients(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
-    """Of a loss at a temperature, whole and by Hugging Face name, on rank 0."""
+    """Return the gradients of a loss at a temperature, by Hugging Face name, on rank 0."""
     engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     share = batch.take(ranks.list_rows(engine, batch))
     engine.optimizer_zero_grad()
@@ -78,7 +78,7 @@ class _Group(LocalGroup, SimpleNamespace):
 
 
 class _Pools:
-    """Whose groups are a worker each, which hands its results out as a group does."""
+    """Pools with groups of one worker each, which returns results like a group."""
 
     @contextmanager
     def start(self, role: Role) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""What the ranks of a spawn run: real engines on gloo, all cases of one world size in one go."""
+"""Ranks of a spawn: real engines on gloo, all cases of one world size in one go."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks run for test_reshard.py: exchanges out of engines, and between ranks of both sides."""
+"""Jobs of test_reshard.py: exchanges out of engines, and between ranks of both sides."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Memory:
 def sync(
     exchange: Exchange, memory: Memory, weights: LocalWeights, served: Side, rank: int | None
 ) -> Result:
-    """What arrives, in parameters that are NaN before, with every checksum right."""
+    """Receive into parameters that are NaN before; return them, with every checksum right."""
     parameters = {}
     if rank is not None:
         parameters = filled(served, rank, lambda block: torch.tensor(torch.nan))
@@ -202,7 +202,7 @@ def random_model(
     bucket_bytes: int,
     is_ordered: bool,
 ) -> Result:
-    """What a sync allocates for a model without a checkpoint, colocated on all ranks."""
+    """Return what a sync allocates for a model without a checkpoint, colocated on all ranks."""
     _join()
     training, served = sides(dict(config), layout, generation)
     world, rank = dist.get_world_size(), dist.get_rank()

@@ -1,4 +1,4 @@
-"""What ranks run for test_roles.py: how much an engine holds."""
+"""Jobs of test_roles.py: the memory of an engine."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def held(path: Path, settings: EngineConfig, dtype: str, batch: Batch) -> ranks.
 
 
 def _state_bytes(engine: MegatronEngine, weights: list[torch.Tensor]) -> Iterator[int]:
-    """Of moments, and of main parameters that are no view of the weights themselves."""
+    """Yield the bytes of moments, and of main parameters that are no view of the weights."""
     weight_storages = {w.untyped_storage().data_ptr() for w in weights}
     for part in engine.optimizer.chained_optimizers:
         adam: Any = part.optimizer

@@ -33,7 +33,7 @@ from mcore_rl.parallel.rendezvous import RendezvousServer
 
 
 def digests(engine: MegatronEngine) -> list[int]:
-    """Of weights and optimizer state, by rank."""
+    """Return checksums of weights and optimizer state, by rank."""
     crc32 = 0
     for adam in (part.optimizer for part in engine.optimizer.chained_optimizers):
         for parameter in (p for group in adam.param_groups for p in group["params"]):

@@ -47,7 +47,7 @@ State = dict[str, torch.Tensor]  # all that a model computes with
 
 @dataclass(frozen=True)
 class Answers:
-    """What a server generates."""
+    """Samples and scores of a server."""
 
     before: Tokens  # with the weights it started with
     after: Tokens  # with those of the last version of a sync
@@ -65,7 +65,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Report:
-    """What one rank has to say."""
+    """Results of one rank."""
 
     complaints: list[str] = field(default_factory=list)  # there should be none
     answers: dict[str, Answers] = field(default_factory=dict)  # by "sync-server"
@@ -182,7 +182,7 @@ class _Rank:
                 return meeting
 
         rollout = RolloutConfig(tp=self.world, ep=ep)
-        arguments = vllm_worker.build_lane_arguments(rollout, self.name, 64, eager=True)
+        arguments = vllm_worker.build_device_arguments(rollout, self.name, 64, eager=True)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         destroy_model_parallel()  # a model without experts has one group less
@@ -260,15 +260,11 @@ def _differences(actual: State, expected: State) -> list[str]:
 
 
 def _tensors(worker: Any) -> State:
-    """All that the model computes with, as vLLM keeps it."""
+    """Return all that the model computes with, also W_UV and W_UK_T, which MLA derives."""
     from mcore_rl.inference.vllm.drafts import join_models
 
     model = join_models(worker.model_runner)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for prefix, layer in model.named_modules():
-        for name in ("W_UV", "W_UK_T"):  # what MLA absorbs, plain attributes
-            if isinstance(tensor := getattr(layer, name, None), torch.Tensor):
-                tensors[f"{prefix}.{name}"] = tensor
     return {name: tensor.detach() for name, tensor in tensors.items()}
 
 

@@ -128,7 +128,7 @@ def trained(
 
 @ranks.spawn_on_ranks()
 def updated(path: Path, layout: Layout, batch: Batch, algorithm: AlgorithmConfig) -> ranks.Result:
-    """What an update of two mini-batches gives the model, and its weights before each."""
+    """Return the model after an update of two mini-batches, and its weights before each."""
     engine, loss = ranks.start_engine(ranks.build_engine_spec(path, layout)), PolicyLoss(algorithm)
     mini_batches: list[ranks.Result] = []
 

@@ -95,7 +95,7 @@ def saved(
 
 
 def random_states() -> list[Any]:
-    """Of all generators of a rank: Python's, numpy's, torch's and Megatron's."""
+    """Return the states of a rank's generators: Python's, numpy's, torch's and Megatron's."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     tracked = get_cuda_rng_tracker().get_states()
@@ -333,7 +333,7 @@ def test_a_disk_that_refuses_one_rank_fails_all_and_the_next_save_is_complete(
 
 
 def steps_of(results: Sequence[Any], index: int | None = None) -> list[dict[str, float]]:
-    """Of a rank of the last pipeline stage, which knows the loss."""
+    """Return the steps of a rank of the last pipeline stage, which knows the loss."""
     steps = [r["steps"] if index is None else r["steps"][index] for r in results]
     return next(of_rank for of_rank in steps if "loss" in of_rank[0])
 

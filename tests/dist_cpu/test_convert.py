@@ -204,7 +204,7 @@ ADAPTED = {
 
 @ranks.spawn_on_ranks()
 def loaded(model: Path, checkpoint: Path, layout: Layout) -> ranks.Result:
-    """What an engine exports after it has read a checkpoint over other weights."""
+    """Export from an engine that has read a checkpoint over other weights."""
     engine = ranks.start_engine(replace(ranks.build_engine_spec(model, layout), total_steps=0))
     engine.load_checkpoint(checkpoint)
     return dict(engine.get_per_tensor_param())
@@ -212,7 +212,7 @@ def loaded(model: Path, checkpoint: Path, layout: Layout) -> ranks.Result:
 
 @ranks.spawn_on_ranks()
 def trained(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
-    """What an engine exports after a step; the checkpoint it saved there has optimizer state."""
+    """Export from an engine after a step; it saves a checkpoint with optimizer state there."""
     engine = ranks.start_engine(ranks.build_engine_spec(model, layout, dtype))
     engine.train_batch(
         tiny_models.make_batch().take(ranks.list_rows(engine, tiny_models.make_batch())), ranks.LOSS
@@ -223,7 +223,7 @@ def trained(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.
 
 @ranks.spawn_on_ranks()
 def adapted(model: Path, checkpoint: Path, layout: Layout, dtype: str) -> ranks.Result:
-    """What an engine with adapters exports, merged; it has saved a checkpoint."""
+    """Export, merged, from an engine with adapters, which has saved a checkpoint."""
     spec = replace(lora_jobs.lora_spec(model, layout, dtype), total_steps=0)
     engine = ranks.start_engine(spec)
     lora_jobs.set_factors(engine)
@@ -247,7 +247,7 @@ class Runs:
         return to, adapted(self.base(name), to, ADAPTED[name], dtype)[0]
 
     def base(self, name: str) -> Path:
-        """What adapters are for."""
+        """Return the model that adapters are for."""
         model = self.folder / name
         if not model.exists():
             lora_jobs.build(name).save_pretrained(model)

@@ -36,7 +36,7 @@ def saved(model: Path, checkpoint: Path, has_adapters: bool) -> ranks.Result:
 
 
 def make_inputs(folder: Path, texts: str) -> None:
-    """Where the pages' `model` is, and what runs have left: `trained`; `base` and `adapted`."""
+    """Make the pages' `model`, and what runs have left: `trained`; `base` and `adapted`."""
     tiny_models.save("qwen3_moe", folder).rename(folder / "model")
     if "trained" in texts:
         saved(folder / "model", folder / "trained", False)

@@ -67,7 +67,7 @@ def table_of(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def teachers() -> list[Any]:
-    """Of other weights; the second one of another architecture."""
+    """Build two teachers with other weights, the second of another architecture."""
     return [tiny_models.build("qwen3", seed=5), tiny_models.build("qwen3_moe", seed=6)]
 
 

@@ -146,7 +146,7 @@ def names_by_mbridge(path: Path) -> ranks.Result:
 
 @ranks.spawn_on_ranks()
 def bfloat16(path: Path, layout: Layout) -> ranks.Result:
-    """What a model in bfloat16 exports."""
+    """Export a model in bfloat16."""
     spec = replace(ranks.build_engine_spec(path, layout, "bfloat16"), total_steps=0)
     return dict(ranks.start_engine(spec).get_per_tensor_param())
 

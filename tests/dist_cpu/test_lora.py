@@ -309,7 +309,7 @@ def test_an_export_is_what_forward_ran_on_bit_for_bit_in_bfloat16(runs):
 
 @ranks.spawn_on_ranks()
 def left(model: Path, output: Path, layout: Layout) -> ranks.Result:
-    """What a run leaves: an export by the worker, with factors from noise."""
+    """Leave what a run does: an export by the worker, with factors from noise."""
     spec = replace(lora_jobs.lora_spec(model, layout), total_steps=0)
     worker = ModelWorker(spec, None)
     worker.initialize()

@@ -97,7 +97,7 @@ class Runs:
     folder: Path
 
     def scored(self, batch: Batch, layout: str, kind: str, column: str) -> Batch:
-        """As a driver gets it back."""
+        """Return a batch with scores as a driver gets it back."""
         by_rank = scores(self.paths[kind], LAYOUTS[layout], batch, kind, column)
         by_row = {row: values for result in by_rank for row, values in result.items()}
         rows = [by_row[row].numpy() for row in range(len(batch))]

@@ -1,4 +1,4 @@
-"""What runs on ranks fails its test when it fails on any of them."""
+"""A job on ranks fails its test when it fails on any of them."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ class Runs:
         return self.results[case]
 
     def checkpoint(self, name: str) -> Path:
-        """What "save/`name`" has written."""
+        """Return the checkpoint that "save/`name`" has written."""
         assert self.results[f"save/{name}"]
         return self.folder / name.replace("/", "-")
 
@@ -374,7 +374,7 @@ def test_a_distributed_optimizer_halves_the_state_of_two_ranks(runs, dtype, stat
 
 
 def test_away_an_engine_has_no_gradients_and_does_not_train_until_it_is_back(runs):
-    """On the CPU lane the rest stays in the same memory, and counts as away."""
+    """On CPUs the rest stays in the same memory, and counts as away."""
     for layout in ("tp1", "dp2"):
         for result in runs[f"memory/{layout}/float32"]:
             stepped, away = result["stepped"], result["away"]

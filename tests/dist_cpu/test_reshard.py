@@ -217,7 +217,7 @@ def test_memory_is_bounded_by_four_buckets_and_does_not_grow_with_the_model(resu
 def test_transfers_that_wait_for_those_before_them_come_to_an_end_and_bring_the_same(
     results, checkpoints
 ):
-    """As on NCCL, where a device's transfers run in the order in which it starts them."""
+    """A device's transfers run in the order in which it starts them, like those of NCCL."""
     path = checkpoints["deepseek_v3/3"]
     tensors = load_file(path / "model.safetensors")
     for server, (generation, hosts) in SERVERS.items():

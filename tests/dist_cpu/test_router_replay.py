@@ -98,7 +98,7 @@ def replay_forced(
 
 @ranks.spawn_on_ranks()
 def two_steps(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
-    """Without replay."""
+    """Take two steps without replay."""
     engine = ranks.start_engine(ranks.build_engine_spec(path, layout))
     share = batch.take(ranks.list_rows(engine, batch))
     return {"steps": [engine.train_batch(share, ranks.LOSS) for _ in range(2)]}
@@ -106,7 +106,7 @@ def two_steps(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
 
 @ranks.spawn_on_ranks()
 def replay_errors(path: Path, layout: Layout, batch: Batch) -> ranks.Result:
-    """What is said when routers do not do as they are told, and that the engine recovers."""
+    """Return the errors of routers that do not follow the replay; and see the engine recover."""
     from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 
     engine = ranks.start_engine_with(path, layout, {"moe.router_replay": "rollout"})
@@ -155,7 +155,7 @@ def shared_over_stages(engine: MegatronEngine, scored: Batch | None) -> Jagged:
 
 
 def select_local_layers(engine: MegatronEngine, batch: Batch) -> Batch:
-    """As a worker hands it over: a byte an id, of the layers of this pipeline rank alone."""
+    """Select what a worker hands over: a byte an id, of the layers of this pipeline rank alone."""
     from mcore_rl.engine.megatron.moe import list_moe_layers
 
     experts, layers = batch.jagged("routed_experts"), list_moe_layers(engine.chunks[0].config)

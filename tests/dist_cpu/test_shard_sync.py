@@ -94,7 +94,7 @@ MEASURED = {"qwen3_moe": (1, 8)}  # layers
 
 
 def saved(family: str, path: Path, num_layers: int = 4) -> Path:
-    """Of four layers: two stages of two chunks each."""
+    """Save a model of four layers: two stages of two chunks each."""
     config = tiny_families.served_config(DRAFTS.get(family, family))
     text = config.get_text_config()
     text.num_hidden_layers = num_layers
@@ -163,7 +163,7 @@ def serve_syncs(
 
 
 def selected(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
-    """Of the cases that will run here: by family the layouts, and the servers of each.
+    """Return the cases that will run: by family the layouts, and the servers of each.
 
     These in the order of SERVERS, in which trainers and servers take part in a sync.
     """
@@ -186,7 +186,7 @@ def selected(request: pytest.FixtureRequest) -> dict[str, dict[str, list[str]]]:
 def reports(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> list[serving_ranks.Report]:
-    """Of every rank of both worlds."""
+    """Return the reports of every rank of both worlds."""
     folder = tmp_path_factory.mktemp("syncs")
     orders: dict[int, list[serving_ranks.Order]] = {1: [], 2: []}
     two: list[Callable[[], Any]] = []

@@ -126,7 +126,7 @@ def cases() -> dict[str, tuple[LossFunction, AlgorithmConfig]]:
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Those that a loss has to be given; and a share of tokens that selects some of these few."""
+    """Return settings that a loss needs, and a share of tokens that selects some of these few."""
     kind = LOSSES.get_settings_class(name)
     known = fields(kind) if kind is not None else ()
     needed = {f.name: 0.3 for f in known if f.default is MISSING and f.default_factory is MISSING}
@@ -192,7 +192,7 @@ def defined_weights(mode: str, chosen: torch.Tensor, rows: torch.Tensor) -> torc
 
 @ranks.spawn_on_ranks()
 def split(layout: Layout, shares: str, is_normalized_per_rank: bool = False) -> ranks.Result:
-    """Of each case what this rank adds: to the sums, and to the gradients of all tokens.
+    """Return what this rank adds in each case: to the sums, and to the gradients of all tokens.
 
     `is_normalized_per_rank` is the fault: each data-parallel rank normalises over its own tokens.
     """

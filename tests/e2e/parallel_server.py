@@ -2,7 +2,7 @@
 
     python parallel_server.py DP TP METHOD OLD NEW FOLDER
 
-It has DP data-parallel ranks of TP workers. METHOD is "fork" or, as on the GPU lane, "spawn": how
+It has DP data-parallel ranks of TP workers. METHOD is "fork" or, as on GPUs, "spawn": how
 its processes are started. With "nodes" half of the workers are on a node of their own, as far as
 vLLM can tell: that of a second program.
 

@@ -79,23 +79,25 @@ def cluster_without_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
             has_gpus.cache_clear()
 
 
-def test_nodes_with_gpus_decide_the_lane_and_not_the_drivers(cluster_without_gpus, monkeypatch):
+def test_nodes_with_gpus_decide_the_device_type_and_not_the_drivers(
+    cluster_without_gpus, monkeypatch
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)  # of the driver's node
-    assert (placement.detect_lane(), placement.get_device_resource()) == ("cpu", "rank")
+    assert (placement.detect_device_type(), placement.get_device_resource()) == ("cpu", "rank")
     has_gpus.cache_clear()
     cluster_without_gpus.add_node(num_cpus=1, num_gpus=2, object_store_memory=100 << 20)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert (placement.detect_lane(), placement.get_device_resource()) == ("cuda", "GPU")
+    assert (placement.detect_device_type(), placement.get_device_resource()) == ("cuda", "GPU")
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a")
     monkeypatch.setenv("RANK", "0")
-    assert placement.detect_lane() == "cpu"  # torchrun's ranks are here
+    assert placement.detect_device_type() == "cpu"  # torchrun's ranks are here
     monkeypatch.delenv("RANK")
     monkeypatch.delenv("RAY_ADDRESS")
-    assert placement.detect_lane() == "cpu"
+    assert placement.detect_device_type() == "cpu"
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379"])
-def test_a_cluster_that_does_not_answer_decides_no_lane(monkeypatch, address):
+def test_a_cluster_that_does_not_answer_decides_no_device_type(monkeypatch, address):
     monkeypatch.setenv("RAY_ADDRESS", address)
     with pytest.raises(ConfigError, match=f"^RAY_ADDRESS is '{address}', where no Ray cluster ans"):
-        placement.detect_lane()
+        placement.detect_device_type()

@@ -1,4 +1,4 @@
-"""What an update, a sleep and a cancel do to each cache of a vLLM server.
+"""An update, a sleep and a cancel, and what each does to the caches of a vLLM server.
 
 The server has a tower, a small KV cache and prompts in chunks. The reference is transformers in
 float32 on the checkpoints of before and after.

@@ -166,7 +166,7 @@ def assert_end(pids: set[int]) -> None:
     ],
     ids=["stopped", "in a loop"],
 )
-def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
+def test_silent_rank_ends_its_group_with_its_stack(
     pools: list[ResourcePool], method: str, setting: str, doing: str
 ):
     # Neither a group's start nor a method of it has the limit of calls.
@@ -205,7 +205,7 @@ def test_a_rank_that_does_not_answer_ends_the_group_with_its_stack(
     ],
     ids=["trainer raises", "trainer dies", "server raises", "server stops"],
 )
-def test_after_two_pushes_one_tells_of_the_side_that_failed_and_not_of_the_other_that_noticed(
+def test_failed_side_of_a_push_is_blamed(
     pools: list[ResourcePool], version: int, message: str, monkeypatch: pytest.MonkeyPatch
 ):
     # These ranks meet at a socket of the sender's, and not at a rendezvous.

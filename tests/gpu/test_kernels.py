@@ -41,7 +41,7 @@ def random_bits(items: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
 
 
 def views_of(memory: torch.Tensor, offset: int, gap: int) -> Views:
-    """Of every shape, one behind the other."""
+    """Return views of every shape, one behind the other."""
     views = []
     for rows, columns in SHAPES:
         stride = columns + gap

@@ -36,7 +36,7 @@ class Pack:
     """Sequences of a pack, over all ranks of `group` that share its tokens (None: this rank)."""
 
     lengths: tuple[int, ...]
-    group: Any = None
+    group: dist.ProcessGroup | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,7 @@ def _split_lengths(lengths: Sequence[int], chunk: int) -> list[int]:
     return [min(chunk, n - start) for n in lengths for start in range(0, n, chunk)]
 
 
-def _exchange(x: torch.Tensor, group: Any, scatter: int, gather: int) -> torch.Tensor:
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup, scatter: int, gather: int) -> torch.Tensor:
     """Divide `scatter` over the ranks of a group, and join their parts along `gather`."""
     parts = torch.stack(x.chunk(group.size(), scatter)).contiguous()
     exchanged = all_to_all_single(torch.empty_like(parts), parts, group=group)
@@ -192,7 +192,9 @@ def dispatch_to_experts(
     return (by_token * weights[..., None]).sum(1).to(hidden.dtype)
 
 
-def _send(x: torch.Tensor, sent: list[int], received: list[int], group: Any) -> torch.Tensor:
+def _send(
+    x: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
+) -> torch.Tensor:
     output = x.new_empty(sum(received), *x.shape[1:])
     moved: torch.Tensor = all_to_all_single(output, x.contiguous(), received, sent, group=group)
     return moved

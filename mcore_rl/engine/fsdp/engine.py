@@ -7,10 +7,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.profiler import record_function
 
@@ -32,7 +33,6 @@ from mcore_rl.engine.base import (
     Metrics,
     Place,
     ScoredStep,
-    ShardFormat,
 )
 from mcore_rl.engine.fsdp import lora
 from mcore_rl.engine.fsdp.attention import ATTENTION, Pack, register_functions
@@ -83,6 +83,10 @@ from mcore_rl.parallel.store import join_world
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, StackedRows, Weight
+from mcore_rl.weight_sync.spec import ShardFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -113,7 +117,7 @@ class FSDPEngine(BaseEngine):
         experts: list[Any] = []
         dtype = DTYPES[self.spec.model.dtype]
         choose_experts_function(model, dtype)
-        if layout.ep > 1:
+        if self.meshes.ep_group is not None:
             by_name = {weight.name: weight for weight in self.weights}
             experts = keep_local_experts(model, by_name, self.meshes.ep_group, dtype)
         self.adapter_weights: tuple[Weight, ...] = ()
@@ -150,7 +154,7 @@ class FSDPEngine(BaseEngine):
             self._start_check.compare_weights(self.root, dtype)
         self.root.reshard()  # type: ignore[operator]
 
-    def _build_vision(self, model: Any) -> VisionInputs | None:
+    def _build_vision(self, model: PreTrainedModel) -> VisionInputs | None:
         """Return what makes inputs of images, for a model that takes them."""
         folder = self.spec.images_folder
         if (tokens := ImageTokens.load(self.spec.model.path)) is None:
@@ -165,13 +169,13 @@ class FSDPEngine(BaseEngine):
         return build_value_config(config, self._kind) if self._kind else config
 
     @property
-    def config_changes(self) -> Mapping[str, Any]:
+    def config_changes(self) -> HFConfig:
         config = read_config(self.spec.model.path)
         return list_value_changes(config, self._kind) if self._kind else {}
 
     def _build_optimizer(self) -> torch.optim.AdamW:
         """Build AdamW; as in Megatron neither biases nor norms decay."""
-        config, groups = self.spec.engine.optimizer, dict[Any, list[Any]]()
+        config, groups = self.spec.engine.optimizer, dict[tuple[DeviceMesh, bool], list[DTensor]]()
         for name, parameter in self.root.named_parameters():
             if parameter.requires_grad:
                 assert isinstance(parameter, DTensor)
@@ -417,9 +421,9 @@ class FSDPEngine(BaseEngine):
                 moments["step"] = torch.tensor(float(self.num_steps))
 
     @property
-    def _facts(self) -> dict[str, Any]:
+    def _facts(self) -> dict[str, object]:
         lora_config = self.spec.engine.lora
-        facts = {
+        facts: dict[str, object] = {
             "engine": "fsdp",
             "architecture": self.hf_config["architectures"][0],
             "has_optimizer": self.optimizer is not None,
@@ -483,9 +487,9 @@ def _merge(
     return merged.to(rows.dtype)
 
 
-def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
+def _check_settings(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check what can be checked without the model."""
-    del lane
+    del device_type
     resolve_fsdp(key, engine)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,9 @@ from mcore_rl.checkpoint.peft import Factors, initialize_factor
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import LoRAConfig
 from mcore_rl.reshard.rules import LogicalTensor, StackedRows, Weight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FACTORS = ("lora_A", "lora_B")
 # Largest share of a gradient by which rounding in float32 may change it.
@@ -45,7 +48,7 @@ class LoRALinear(torch.nn.Linear):
         return output + self.scale * F.linear(F.linear(input, self.lora_A), self.lora_B)
 
 
-def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
+def attach_adapters(model: PreTrainedModel, config: LoRAConfig, key: str = "lora") -> None:
     """Freeze a model on the meta device and replace the linear layers of the targets.
 
     The default targets, which are names of Megatron, mean all linear layers but the head. A vision
@@ -77,11 +80,12 @@ def attach_adapters(model: Any, config: LoRAConfig, key: str = "lora") -> None:
             setattr(decoder.get_submodule(parent), child, LoRALinear(linear, config))
 
 
-def _get_decoder(model: Any) -> Any:
-    return getattr(model.base_model, "language_model", model.base_model)
+def _get_decoder(model: PreTrainedModel) -> torch.nn.Module:
+    decoder: torch.nn.Module = getattr(model.base_model, "language_model", model.base_model)
+    return decoder
 
 
-def _list_linears(model: Any) -> dict[str, torch.nn.Linear]:
+def _list_linears(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
     """Return the layers that may have an adapter, by their name in the decoder."""
     head = model.get_output_embeddings()
     return {
@@ -92,7 +96,10 @@ def _list_linears(model: Any) -> dict[str, torch.nn.Linear]:
 
 
 def check_adapters(
-    model: Any, config: LoRAConfig, compute_loss: Callable[[], torch.Tensor], key: str = "lora"
+    model: PreTrainedModel,
+    config: LoRAConfig,
+    compute_loss: Callable[[], torch.Tensor],
+    key: str = "lora",
 ) -> None:
     """Attach adapters to a model with memory; check that each has part in all uses of its weight.
 
@@ -140,7 +147,7 @@ def _is_bypassed(layer: LoRALinear) -> bool:
     return not gap.norm() <= _GRADIENT_BOUND * expected.norm()
 
 
-def map_factors(model: Any) -> tuple[Weight, ...]:
+def map_factors(model: PreTrainedModel) -> tuple[Weight, ...]:
     """Return the rules of the factors, sharded by rows as all parameters."""
     return tuple(
         Weight(name, StackedRows((LogicalTensor(name, tuple(value.shape)),), len(value)), axis="tp")
@@ -164,7 +171,7 @@ def initialize_factors(
 
 
 @contextmanager
-def disable_adapters(model: Any) -> Iterator[None]:
+def disable_adapters(model: PreTrainedModel) -> Iterator[None]:
     """Run a model on its frozen base weights inside this context."""
     layers = [module for module in model.modules() if isinstance(module, LoRALinear)]
     for layer in layers:
@@ -176,7 +183,7 @@ def disable_adapters(model: Any) -> Iterator[None]:
             layer.is_enabled = True
 
 
-def gather_factors(model: Any) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+def gather_factors(model: PreTrainedModel) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Return A and B, all rows of them, by name of the weight. Collective over all ranks."""
     factors = {}
     for name, module in model.named_modules():
@@ -191,7 +198,7 @@ def _gather(parameter: torch.Tensor) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def list_factors(model: Any, weights: Mapping[str, Weight]) -> list[Factors]:
+def list_factors(model: PreTrainedModel, weights: Mapping[str, Weight]) -> list[Factors]:
     """Return all adapters on the host, by tensor of the checkpoint. Collective over all ranks."""
     factors = []
     for name, (a, b) in gather_factors(model).items():

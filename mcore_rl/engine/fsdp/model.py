@@ -7,9 +7,10 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -35,6 +36,9 @@ from mcore_rl.parallel.devices import detect_device
 from mcore_rl.reshard.layout import ShardedRanks
 from mcore_rl.reshard.rules import Shard, Weight
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 class ShardedPolicy(torch.nn.Module):
     """The root of a sharded model: its forward pass returns scores of response tokens.
@@ -46,7 +50,7 @@ class ShardedPolicy(torch.nn.Module):
 
     has_plain_head = True
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
         self.runs_tower = False  # in every pass, of a run with images
@@ -131,7 +135,8 @@ def project_states(states: torch.Tensor) -> torch.Tensor:
     """Return the values [tokens] of states [tokens, hidden] by a random head."""
     generator = torch.Generator().manual_seed(0)
     random = torch.randn(states.shape[1], generator=generator) / states.shape[1] ** 0.5
-    return states.float() @ random.to(states.device)
+    values: torch.Tensor = states.float() @ random.to(states.device)
+    return values
 
 
 def _select_rows(output: torch.Tensor, micro: MicroBatch) -> torch.Tensor:
@@ -183,7 +188,7 @@ class RankMeshes:
     dense: DeviceMesh  # [replicas,] shards
     experts: DeviceMesh | None  # [replicas,] ranks with the same experts
     data: DeviceMesh  # dp, cp
-    ep_group: Any = None
+    ep_group: dist.ProcessGroup | None = None
 
     @classmethod
     def create(cls, device: str, layout: Layout, num_replicas: int) -> RankMeshes:
@@ -202,12 +207,12 @@ class RankMeshes:
         return cls(dense, experts, data, mesh["ep"].get_group())
 
     @property
-    def context_group(self) -> Any:
+    def context_group(self) -> dist.ProcessGroup | None:
         """Group of the ranks with parts of the same packs; None without sequence parallelism."""
         return self.data["cp"].get_group() if self.data.size(1) > 1 else None
 
 
-def list_experts(model: Any) -> dict[str, Any]:
+def list_experts(model: PreTrainedModel) -> dict[str, Any]:
     """Return the modules with stacked experts that transformers' registry dispatches, by name."""
     return {
         name: module
@@ -225,14 +230,17 @@ def can_group(module: Any, dtype: torch.dtype) -> bool:
     return not any(size * dtype.itemsize % 16 for shape in shapes for size in shape)
 
 
-def choose_experts_function(model: Any, dtype: torch.dtype) -> None:
+def choose_experts_function(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Use transformers' plain experts where torch.grouped_mm cannot multiply."""
     if not all(can_group(module, dtype) for module in list_experts(model).values()):
         model.set_experts_implementation("eager")
 
 
 def keep_local_experts(
-    model: Any, weights: Mapping[str, Weight], group: Any, dtype: torch.dtype
+    model: PreTrainedModel,
+    weights: Mapping[str, Weight],
+    group: dist.ProcessGroup,
+    dtype: torch.dtype,
 ) -> list[Any]:
     """Replace the experts of a model by this rank's share; return their modules.
 
@@ -391,7 +399,7 @@ def allocate(root: ShardedPolicy, device: torch.device, buffer_device: torch.dev
     fill_buffers(root.model)
 
 
-def fill_buffers(model: Any) -> None:
+def fill_buffers(model: PreTrainedModel) -> None:
     """Let transformers initialise the buffers of a model, as it does after reading a checkpoint.
 
     A module may fill those of its children. The initialisation sees parameters without memory,
@@ -448,7 +456,7 @@ def check_filled(root: ShardedPolicy, path: str) -> None:
         raise ConfigError(reason)
 
 
-def recompute_layers(model: Any) -> None:
+def recompute_layers(model: PreTrainedModel) -> None:
     """Run the layers of a model again in its backward pass.
 
     transformers' own switch needs layers in training mode, where some draw random numbers.
@@ -457,7 +465,7 @@ def recompute_layers(model: Any) -> None:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
 
 
-def list_layers(model: Any) -> list[Any]:
+def list_layers(model: PreTrainedModel) -> list[Any]:
     """Return the modules that FSDP shards one by one: the layers that transformers never splits."""
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]

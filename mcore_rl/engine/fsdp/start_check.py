@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -52,6 +52,9 @@ from mcore_rl.models.transformers_model import (
     expand_config,
     load_transformers_model,
 )
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _WHOLE_BYTES = 1 << 30  # a larger model is compared by some of its layers
 _LENGTH = 97  # longer than the chunks of 64 tokens of linear attention
@@ -84,7 +87,7 @@ class StartCheck:
     packing: bool
     adapters: LoRAConfig
     split: PackSplit
-    group: Any
+    group: dist.ProcessGroup | None
     device: torch.device
 
     def compare_layers(self) -> None:
@@ -236,7 +239,7 @@ class StartCheck:
             module._parameters, module._buffers = modules[name]._parameters, modules[name]._buffers
         return self.root_class(copy).eval(), original.eval()
 
-    def _score_original(self, model: Any, rows: list[np.ndarray]) -> np.ndarray:
+    def _score_original(self, model: PreTrainedModel, rows: list[np.ndarray]) -> np.ndarray:
         """Return the scores of one sequence at a time by transformers' model."""
         scores = []
         for row in rows:
@@ -272,7 +275,7 @@ class StartCheck:
         return scores, 0.0
 
     @contextmanager
-    def _refuse_writes(self, model: Any) -> Iterator[None]:
+    def _refuse_writes(self, model: PreTrainedModel) -> Iterator[None]:
         """Refuse a model whose passes write to its weights, which would be exported so."""
         weights = {
             name: value.to_local() if isinstance(value, DTensor) else value
@@ -346,18 +349,18 @@ def _cut_spans(hf_config: HFConfig, expanded: HFConfig, limit: int) -> HFConfig:
     return {**hf_config, **cut_config} if is_cut else hf_config
 
 
-def _count_bytes(model: Any) -> int:
+def _count_bytes(model: PreTrainedModel) -> int:
     return sum(4 * parameter.numel() for parameter in model.parameters())
 
 
-def _get_layer_list(model: Any) -> Any:
+def _get_layer_list(model: PreTrainedModel) -> torch.nn.ModuleList:
     """Return the longest list of layers of a model."""
     layers = {id(layer) for layer in list_layers(model)}
     lists = [m for m in model.modules() if isinstance(m, torch.nn.ModuleList)]
     return max(lists, key=lambda modules: sum(id(m) in layers for m in modules))
 
 
-def _count_layers_to_last_kind(model: Any) -> int:
+def _count_layers_to_last_kind(model: PreTrainedModel) -> int:
     """Return after how many layers each kind has appeared, at least two.
 
     Layers are of one kind if they have modules and weights alike, the same flags, and equal values
@@ -378,7 +381,7 @@ def _count_layers_to_last_kind(model: Any) -> int:
     return max(2, 1 + max(kinds.values()))
 
 
-def _list_flags(module: Any) -> list[tuple[str, Any]]:
+def _list_flags(module: torch.nn.Module) -> list[tuple[str, object]]:
     """Return what a module says of its kind: flags, names and spans, but not its index."""
     return sorted(
         (name, value)
@@ -387,7 +390,7 @@ def _list_flags(module: Any) -> list[tuple[str, Any]]:
     )
 
 
-def _draw_weights(model: Any, device: torch.device, *, shares_experts: bool) -> None:
+def _draw_weights(model: PreTrainedModel, device: torch.device, *, shares_experts: bool) -> None:
     """Give a model memory and random weights, by its own initialisation and then larger.
 
     Matrices keep the size of what they multiply; the rest, such as decays and gates, is near its

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_rl.data.batch import IMAGES, Batch
 from mcore_rl.data.images import ImageStore, ImageTokens
 from mcore_rl.engine.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _CACHE_BYTES = 256 << 20  # pixel values on the host: samples of a group have the same images
 
@@ -29,7 +32,9 @@ class VisionInputs:
         store: Images that batches name in the column `images`; None: there are none.
     """
 
-    def __init__(self, model: Any, tokens: ImageTokens, store: ImageStore | None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, tokens: ImageTokens, store: ImageStore | None
+    ) -> None:
         self._get_rope_index = model.base_model.get_rope_index
         self._tokens, self._store = tokens, store
         self._cache: OrderedDict[str, Pixels] = OrderedDict()  # least recently used first
@@ -92,7 +97,7 @@ class VisionInputs:
         return pixels
 
 
-def run_unused_tower(model: Any) -> torch.Tensor:
+def run_unused_tower(model: PreTrainedModel) -> torch.Tensor:
     """Return a zero that depends on all parameters for images."""
     vision = model.config.vision_config
     size = vision.spatial_merge_size

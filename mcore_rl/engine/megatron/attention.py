@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.common.embeddings.rope_utils import _rotate_half
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.utils import (
@@ -35,7 +37,7 @@ class PackedAttention(MegatronModule):
 
     def __init__(
         self,
-        config: Any,
+        config: TransformerConfig,
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
@@ -136,13 +138,13 @@ class PackedAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         lengths: list[int],
-        group: Any,
+        group: dist.ProcessGroup,
     ) -> torch.Tensor:
         """Attend from this CP rank's two chunks of each sequence."""
         cp, rank = group.size(), group.rank()
         gathered = np.concatenate([get_zigzag_rows(lengths, cp, cp_rank) for cp_rank in range(cp)])
         order = torch.as_tensor(np.argsort(gathered)).to(query.device)
-        keys_values = _GatherRows.apply(torch.cat([key, value], dim=-1), order, group)
+        keys_values = _gather_rows(torch.cat([key, value], dim=-1), order, group)
         queries = split_runs(query, [length // cp for length in lengths])
         outputs = []
         for q, kv in zip(queries, split_runs(keys_values, lengths), strict=True):
@@ -189,7 +191,7 @@ def rotate_pack(
     mla_rotary_interleaved: bool = False,
     mscale: float = 1.0,
     *,
-    cp_group: Any,
+    cp_group: dist.ProcessGroup,
 ) -> torch.Tensor:
     """Apply the rotary embedding; every sequence begins at position 0.
 
@@ -232,7 +234,9 @@ class _GatherRows(torch.autograd.Function):
     """Gather the rows of all ranks of a group, reordered; gradients are summed over the group."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, order: torch.Tensor, group: Any) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, order: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
         ctx.save_for_backward(order)
         ctx.group = group
         gathered = x.new_empty(group.size() * len(x), *x.shape[1:])
@@ -248,3 +252,8 @@ class _GatherRows(torch.autograd.Function):
         rank_grad = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(rank_grad, by_rank, group=ctx.group)
         return rank_grad, None, None
+
+
+_gather_rows: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], torch.Tensor] = (
+    _GatherRows.apply
+)

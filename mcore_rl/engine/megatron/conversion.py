@@ -102,7 +102,7 @@ def switch_layer_stacking(location: StorageLocation, num_layers: int) -> Storage
 def build_meta_model(hf_config: HFConfig, padded_vocab: int) -> MetaModel:
     """Build the meta model with its vocabulary padded to `padded_vocab` rows.
 
-    The process must not be a rank. It is on the CPU lane from then on, and may create engines.
+    The process must not be a rank. It computes on the CPU from then on, and may create engines.
 
     Raises:
         ConfigError: No family has the model.
@@ -208,7 +208,7 @@ def _join_sections(key: str, locations: Sequence[StorageLocation]) -> StorageLoc
     return StorageLocation(key, shape, first.index, sections)
 
 
-# Megatron-Bridge converts families that only it knows, on the GPU lane. It builds the full model on
+# Megatron-Bridge converts families that only it knows, on GPUs. It builds the full model on
 # the GPUs and writes a checkpoint of its own kind, which this engine does not load
 # (megatron/bridge/models/conversion/auto_bridge.py of 0.6.2).
 

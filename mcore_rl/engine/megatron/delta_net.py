@@ -88,7 +88,8 @@ class _Chunks:
         num_rows = int(self.counts.sum()) * _CHUNK
         padded = x.new_zeros((num_rows, *x.shape[2:]), dtype=torch.float32)
         padded = padded.index_copy(0, self.rows, x[0].float())
-        return padded.unflatten(0, (-1, _CHUNK)).transpose(1, 2)
+        chunks: torch.Tensor = padded.unflatten(0, (-1, _CHUNK))
+        return chunks.transpose(1, 2)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """Join [chunks, heads, 64, dim] to [1, tokens, heads, dim]."""

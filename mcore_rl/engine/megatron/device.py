@@ -1,6 +1,6 @@
 """The device that Megatron runs on, the modules of its layers, and the patches for a CPU.
 
-The CPU lane runs real Megatron-core over gloo. Megatron names "cuda" in hundreds of places, so
+On CPUs real Megatron-core runs over gloo. Megatron names "cuda" in hundreds of places, so
 engine code is written for CUDA (`torch.cuda.current_device()`), and without a GPU
 `install()` makes them use the CPU. Every patch names the upstream file:line
 (megatron/core of 0.19.2) that it corrects, and fails at start if that symbol no longer exists.
@@ -30,12 +30,12 @@ from mcore_rl.parallel.store import guard_gloo
 
 _CPU = torch.device("cpu")
 MEGATRON_CORE = "0.19.2"  # the only version that the engine and the patches below are tested with
-_cuda: torch.device | None = None  # the device behind "cuda" on the CPU lane; None on the GPU lane
+_cuda: torch.device | None = None  # the device behind "cuda" on a CPU; None on a GPU
 _modules = "torch"  # modules of Megatron's layers that install() chose: "te" or "torch"
 
 
 def get_device_type() -> str:
-    """Return "cuda" if a GPU is visible and `install` did not choose the CPU lane, else "cpu"."""
+    """Return "cuda" if a GPU is visible and `install` did not choose the CPU, else "cpu"."""
     return "cuda" if _cuda is None and torch.cuda.is_available() else "cpu"
 
 
@@ -120,7 +120,7 @@ def install(num_threads: int, modules: str = "auto", *, on_cpu: bool = False) ->
     Args:
         num_threads: CPU threads of torch.
         modules: EngineConfig.modules.
-        on_cpu: Use the CPU lane even if there is a GPU. The process stays on that lane.
+        on_cpu: Use the CPU even if there is a GPU. The process stays on it.
 
     Raises:
         ConfigError: Another version of Megatron-core is installed; Transformer Engine is required
@@ -179,10 +179,10 @@ def _check_megatron() -> None:
 
 @contextlib.contextmanager
 def use_meta_device() -> Iterator[None]:
-    """Make "cuda" mean torch's meta device: models have shapes and no memory. CPU lane only."""
+    """Make "cuda" mean torch's meta device: models have shapes and no memory. CPUs only."""
     global _cuda
     if _cuda is None:
-        raise RuntimeError("use_meta_device() before install() of the CPU lane")
+        raise RuntimeError("use_meta_device() before install() on a CPU")
     _cuda = torch.device("meta")
     try:
         yield
@@ -295,7 +295,9 @@ def _skip_compile(model: Any = None, **_: Any) -> Any:
 def _replace(module: Any, name: str, replacement: Any) -> Any:
     """Set module.name and return the original, which must exist: an upgrade fails here."""
     if not hasattr(module, name):
-        raise RuntimeError(f"{module.__name__}.{name} is gone: the CPU lane has to be revisited")
+        raise RuntimeError(
+            f"{module.__name__}.{name} is gone: the patches for the CPU have to be revisited"
+        )
     original = getattr(module, name)
     setattr(module, name, replacement)
     return original
@@ -345,7 +347,7 @@ def _keep_plain_queries() -> None:
     """
     from megatron.core.transformer import multi_latent_attention
 
-    class Resolver(multi_latent_attention.QKNormConfigResolver):  # type: ignore[misc, name-defined]
+    class Resolver(multi_latent_attention.QKNormConfigResolver):
         def resolve(self) -> dict[str, Any]:
             modules: dict[str, Any] = super().resolve()
             return modules if self.has_q_lora else {**modules, "linear_q_proj": self.linear_impl}

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -38,7 +38,7 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.engine.megatron import device, offload, passthrough
 from mcore_rl.engine.offload import HostMirror
-from mcore_rl.engine.packing import build_micro_batches
+from mcore_rl.engine.packing import MicroBatch, build_micro_batches
 from mcore_rl.engine.steps import (
     Result,
     choose_scores,
@@ -71,6 +71,15 @@ from mcore_rl.models.transformers_model import refuse_layers
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
 from mcore_rl.reshard.executor import LocalWeights
 from mcore_rl.reshard.rules import Weight, list_logical_tensors
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    from mcore_rl.engine.megatron.heads import Head
+    from mcore_rl.engine.megatron.model import PolicyModel
+    from mcore_rl.engine.megatron.router_replay import RoutingPass
 
 
 class MegatronEngine(BaseEngine):
@@ -122,9 +131,10 @@ class MegatronEngine(BaseEngine):
         weights.load_weights(*location, reader, self._list_zero_tensors())
         if settings.lora.rank:
             lora.attach_adapters(*location, settings.lora, self.spec.seed)
-        self.wrapped_chunks: list[Any] = list(self.chunks)  # in DDP, if the engine trains
-        self.optimizer: Any = None
-        self.schedule: Any = None
+        # In DDP, if the engine trains.
+        self.wrapped_chunks: list[PolicyModel | DistributedDataParallel] = [*self.chunks]
+        self.optimizer: ChainedOptimizer | None = None
+        self.schedule: OptimizerParamScheduler | None = None
         self._skip_counter = optimizer.SkipCounter(settings.optimizer)
         if self.spec.total_steps:
             fields = passthrough.read_engine_fields(settings)
@@ -140,7 +150,7 @@ class MegatronEngine(BaseEngine):
     def _read_model_config(self) -> HFConfig:
         return CheckpointReader(self.spec.model.path).read_config()
 
-    def _get_model_class(self) -> Any:
+    def _get_model_class(self) -> Callable[..., PolicyModel]:
         from mcore_rl.engine.megatron.model import PolicyModel
 
         return PolicyModel
@@ -247,10 +257,11 @@ class MegatronEngine(BaseEngine):
         """Take the optimizer step of the accumulated gradients; return train_batch's metrics."""
         from mcore_rl.engine.megatron.moe import measure_balance
 
+        _, schedule = self._require_optimizer("a training step")
         lr = self.lr_scheduler_step()
         grad_norm = self.optimizer_step()
         if self._skip_counter.num:  # Megatron's training loop does not advance the schedule, either
-            self.schedule.step(increment=-1)
+            schedule.step(increment=-1)
         metrics = self._reduce_metrics(results)
         balance, self.expert_load = measure_balance(self.chunks)  # collective over all ranks
         metrics |= balance if self._has_head else {}
@@ -277,31 +288,31 @@ class MegatronEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         """Set gradients and the counts of experts' tokens to zero."""
-        self._check_optimizer("optimizer_zero_grad")
+        optimizer, _ = self._require_optimizer("optimizer_zero_grad")
         self.require("gradients")
         from mcore_rl.engine.megatron.moe import clear_expert_load
 
         clear_expert_load(self.chunks)
         for chunk in self.wrapped_chunks:
             chunk.zero_grad_buffer()
-        self.optimizer.zero_grad()
+        optimizer.zero_grad()
 
     def optimizer_step(self) -> float:
         """Clip, step, and return the gradient norm before clipping."""
-        self._check_optimizer("optimizer_step")
+        optimizer, _ = self._require_optimizer("optimizer_step")
         self.require("parameters", "gradients", "optimizer state")
         from mcore_rl.engine.megatron.optimizer import clip_and_step
 
-        grad_norm = clip_and_step(self.optimizer)
+        grad_norm = clip_and_step(optimizer)
         self._skip_counter.count(grad_norm)
         return grad_norm
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule and return the learning rate that the next step uses."""
-        self._check_optimizer("lr_scheduler_step")
+        optimizer, schedule = self._require_optimizer("lr_scheduler_step")
         # Advance before the step, so that warm-up starts above zero.
-        self.schedule.step(increment=1)
-        return float(self.optimizer.param_groups[0]["lr"])
+        schedule.step(increment=1)
+        return float(optimizer.param_groups[0]["lr"])
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, torch.Tensor]]:
         from mcore_rl.engine.megatron.weights import export_weights, iter_unbuilt_weights
@@ -385,15 +396,16 @@ class MegatronEngine(BaseEngine):
 
         finish_weight_gather(self.wrapped_chunks)
 
-    def _check_optimizer(self, call: str) -> None:
-        if self.optimizer is None:
+    def _require_optimizer(self, call: str) -> tuple[ChainedOptimizer, OptimizerParamScheduler]:
+        if self.optimizer is None or self.schedule is None:
             raise RuntimeError(f"{call} on an engine that was built for inference (total_steps=0)")
+        return self.optimizer, self.schedule
 
     @property
     def _has_head(self) -> bool:
         return bool(self.chunks[-1].post_process)
 
-    def _build_micro_batches(self, batch: Batch, *, is_training: bool) -> list[Any]:
+    def _build_micro_batches(self, batch: Batch, *, is_training: bool) -> list[MicroBatch]:
         from megatron.core import parallel_state
 
         from mcore_rl.engine.megatron.moe import needs_equal_packs
@@ -415,7 +427,7 @@ class MegatronEngine(BaseEngine):
 
     def _create_routing_pass(
         self, batch: Batch, mode: str | None = None, *, is_scoring: bool, forward_only: bool
-    ) -> Any:
+    ) -> RoutingPass:
         from mcore_rl.engine.megatron.indexer_replay import create_key_pass
         from mcore_rl.engine.megatron.router_replay import create_routing_pass
 
@@ -431,9 +443,9 @@ class MegatronEngine(BaseEngine):
 
     def _run(
         self,
-        micros: list[Any],
+        micros: list[MicroBatch],
         loss_function: LossFunction | None,
-        routing: Any,
+        routing: RoutingPass,
         temperature: float,
         *,
         forward_only: bool,
@@ -467,7 +479,7 @@ class MegatronEngine(BaseEngine):
 
     def _create_head(
         self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool
-    ) -> Any:
+    ) -> Head:
         """Return the head that computes the scores a pass needs: all of them without a loss."""
         from mcore_rl.engine.megatron.heads import LanguageModelHead
 
@@ -502,7 +514,7 @@ class ValueEngine(MegatronEngine):
     def _read_model_config(self) -> HFConfig:
         return build_value_config(read_config(self.spec.model.path), self._kind)
 
-    def _get_model_class(self) -> Any:
+    def _get_model_class(self) -> Callable[..., PolicyModel]:
         from mcore_rl.engine.megatron.heads import ValueModel
 
         return partial(ValueModel, has_bias=has_value_bias(self.hf_config))
@@ -519,7 +531,7 @@ class ValueEngine(MegatronEngine):
 
     def _create_head(
         self, temperature: float, loss_function: LossFunction | None, *, with_scores: bool
-    ) -> Any:
+    ) -> Head:
         from mcore_rl.engine.megatron.heads import compute_value_scores
 
         return compute_value_scores
@@ -535,11 +547,11 @@ class RewardEngine(ValueEngine):
     _kind = SEQUENCE
 
 
-def _check_settings(key: str, engine: EngineConfig, lane: str) -> None:
+def _check_settings(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check the settings, and that ranks on "cuda" or "cpu" can have the modules that they name."""
     resolve_megatron(key, engine)
-    device.choose_modules(engine.modules, lane, key)
-    passthrough.check_fields(key, engine, lane)
+    device.choose_modules(engine.modules, device_type, key)
+    passthrough.check_fields(key, engine, device_type)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -31,6 +31,9 @@ from mcore_rl.data.batch import PICKED_KEYS, Batch, Jagged
 from mcore_rl.engine.megatron.packing import PackedKeys
 from mcore_rl.engine.megatron.router_replay import RoutingPass
 from mcore_rl.engine.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from mcore_rl.engine.megatron.model import PolicyModel
 
 # The keys of the running pack, and the running layer from 0.
 _running: ContextVar[tuple[PackedKeys, int] | None] = ContextVar("picked keys", default=None)
@@ -80,7 +83,11 @@ class _KeyPass(RoutingPass):
     """A pass that records or replays keys inside another one, of routers."""
 
     def __init__(
-        self, routing: RoutingPass, chunks: Sequence[Any], batch: Batch, device: torch.device
+        self,
+        routing: RoutingPass,
+        chunks: Sequence[PolicyModel],
+        batch: Batch,
+        device: torch.device,
     ) -> None:
         self.routing, self.config = routing, chunks[0].config
         self.num_tokens, self.device = int(batch.num_tokens.sum()), device
@@ -102,7 +109,11 @@ class KeyRecordingPass(_KeyPass):
     """A pass that records the keys that indexers pick, as a column."""
 
     def __init__(
-        self, routing: RoutingPass, chunks: Sequence[Any], batch: Batch, device: torch.device
+        self,
+        routing: RoutingPass,
+        chunks: Sequence[PolicyModel],
+        batch: Batch,
+        device: torch.device,
     ) -> None:
         super().__init__(routing, chunks, batch, device)
         shape = (self.num_tokens + 1, self.config.num_layers, self.config.dsa_indexer_topk)
@@ -110,7 +121,7 @@ class KeyRecordingPass(_KeyPass):
         self.recorded = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys]:
+    def wrap_forward(self, chunk: PolicyModel, micro: MicroBatch) -> Iterator[PackedKeys]:
         keys = PackedKeys(is_recording=True)
         with self.routing.wrap_forward(chunk, micro):
             yield keys
@@ -139,7 +150,11 @@ class KeyReplayPass(_KeyPass):
     """
 
     def __init__(
-        self, routing: RoutingPass, chunks: Sequence[Any], batch: Batch, device: torch.device
+        self,
+        routing: RoutingPass,
+        chunks: Sequence[PolicyModel],
+        batch: Batch,
+        device: torch.device,
     ) -> None:
         super().__init__(routing, chunks, batch, device)
         values = validate_keys(batch, self.config.num_layers, self.config.dsa_indexer_topk)
@@ -147,7 +162,7 @@ class KeyReplayPass(_KeyPass):
         self.keys = torch.as_tensor(np.concatenate([values, no_keys])).to(device)
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys]:
+    def wrap_forward(self, chunk: PolicyModel, micro: MicroBatch) -> Iterator[PackedKeys]:
         # [tokens, layers, k] In 4 bytes, which Megatron widens piece by piece.
         positions = self.keys[micro.token_indices].int()
         starts = _list_token_starts(micro)[:, None].int()
@@ -166,7 +181,7 @@ def _list_token_starts(micro: MicroBatch) -> torch.Tensor:
 def create_key_pass(
     mode: str,
     routing: RoutingPass,
-    chunks: Sequence[Any],
+    chunks: Sequence[PolicyModel],
     batch: Batch,
     device: torch.device,
     *,

@@ -7,8 +7,9 @@ checkpoints are the same on a CPU and on a GPU.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -26,13 +27,14 @@ from megatron.core.tensor_parallel.random import (
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
 )
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe.experts import GroupedMLPSubmodules, TEGroupedMLP
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from mcore_rl.engine.megatron.attention import PackedAttention
 
 
-def _create_norm_weight(size: int, config: Any) -> torch.nn.Parameter:
+def _create_norm_weight(size: int, config: TransformerConfig) -> torch.nn.Parameter:
     data = torch.ones(size, dtype=config.params_dtype, device=torch.cuda.current_device())
     weight = torch.nn.Parameter(data)
     weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -51,7 +53,9 @@ def _normalize(
 class RMSNorm(torch.nn.Module):
     """An RMS norm with sequence parallelism, which WrappedTorchNorm refuses (torch_norm.py:50)."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> None:
         super().__init__()
         self.eps, self.zero_centered = eps, config.layernorm_zero_centered_gamma
         self.weight = _create_norm_weight(hidden_size, config)
@@ -63,7 +67,7 @@ class RMSNorm(torch.nn.Module):
 class LayerNorm(torch.nn.Module):
     """A layer norm, of the keys of an indexer."""
 
-    def __init__(self, config: Any, hidden_size: int, eps: float) -> None:
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
         self.weight = _create_norm_weight(hidden_size, config)
@@ -76,7 +80,9 @@ class LayerNorm(torch.nn.Module):
 class Norm:
     """Builds the norm that a config names: TENorm (extensions/transformer_engine.py)."""
 
-    def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> Any:
+    def __new__(
+        cls, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
+    ) -> Any:
         kind = LayerNorm if config.normalization == "LayerNorm" else RMSNorm
         return kind(config, hidden_size, eps)
 
@@ -84,7 +90,9 @@ class Norm:
 class NormColumnParallelLinear(ColumnParallelLinear):
     """A norm fused into the next column-parallel linear: TELayerNormColumnParallelLinear."""
 
-    def __init__(self, input_size: int, output_size: int, *, config: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **kwargs: Any
+    ) -> None:
         super().__init__(input_size, output_size, config=config, **kwargs)
         self.layer_norm_weight = _create_norm_weight(input_size, config)
 
@@ -113,8 +121,8 @@ class ReplicatedLinear(torch.nn.Module):
         output_size: int,
         *,
         parallel_mode: str,
-        config: Any,
-        init_method: Any,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], object],
         bias: bool,
         **_: Any,
     ) -> None:
@@ -181,6 +189,9 @@ class _GroupedMatmul(torch.autograd.Function):
         return grad_x, None, *F.grouped_mm(grad.t(), x, offs=ends).unbind()
 
 
+_grouped_matmul: Callable[..., torch.Tensor] = _GroupedMatmul.apply
+
+
 class GroupedLinear(torch.nn.Module):
     """One weight per expert, for that expert's rows: TEColumnParallel/RowParallelGroupedLinear.
 
@@ -195,8 +206,8 @@ class GroupedLinear(torch.nn.Module):
         input_size: int,
         output_size: int,
         *,
-        config: Any,
-        init_method: Any,
+        config: TransformerConfig,
+        init_method: Callable[[torch.Tensor], object],
         bias: bool,
         skip_bias_add: bool,
         pg_collection: Any,
@@ -226,7 +237,7 @@ class GroupedLinear(torch.nn.Module):
         weights = [getattr(self, f"weight{i}") for i in range(self.num_gemms)]
         if _can_use_grouped_mm(x, weights[0]):
             ends = torch.tensor(rows_per_expert, device=x.device).cumsum(0, dtype=torch.int32)
-            output = _GroupedMatmul.apply(x, ends, *weights)
+            output = _grouped_matmul(x, ends, *weights)
         else:
             parts = x.split(rows_per_expert)
             output = torch.cat([F.linear(p, w) for p, w in zip(parts, weights, strict=True)])
@@ -278,27 +289,27 @@ class RowGroupedLinear(GroupedLinear):
 class TorchSpecProvider(BackendSpecProvider):
     """Provides the modules above for Megatron's Transformer Engine layer spec."""
 
-    def linear(self) -> type:
+    def linear(self) -> type[torch.nn.Module]:
         return ReplicatedLinear
 
-    def column_parallel_linear(self) -> type:
-        return ColumnParallelLinear
+    def column_parallel_linear(self) -> type[torch.nn.Module]:
+        return cast(type[torch.nn.Module], ColumnParallelLinear)
 
-    def row_parallel_linear(self) -> type:
-        return RowParallelLinear
+    def row_parallel_linear(self) -> type[torch.nn.Module]:
+        return cast(type[torch.nn.Module], RowParallelLinear)
 
     def fuse_layernorm_and_linear(self) -> bool:
         return True
 
-    def column_parallel_layer_norm_linear(self) -> type:
+    def column_parallel_layer_norm_linear(self) -> type[torch.nn.Module]:
         return NormColumnParallelLinear
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
-    ) -> type:
+    ) -> type[Norm]:
         return Norm
 
-    def core_attention(self) -> type:
+    def core_attention(self) -> type[torch.nn.Module]:
         return PackedAttention
 
     def grouped_mlp_modules(self, moe_use_grouped_gemm: bool) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,11 @@ from mcore_rl.engine.megatron.heads import ValueHead
 from mcore_rl.engine.megatron.weights import WeightPlacement
 from mcore_rl.parallel.mesh import Coordinate
 from mcore_rl.reshard.rules import Shard, Weight
+
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
+    from mcore_rl.engine.megatron.model import PolicyModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +154,7 @@ def _split_rows(
     ]
 
 
-def gather_factors(chunks: Sequence[Any]) -> list[Factors]:
+def gather_factors(chunks: Sequence[PolicyModel]) -> list[Factors]:
     """Gather all adapters on the host of rank 0; return none on others. Collective over all ranks.
 
     Tensors of one parameter share their A.
@@ -193,7 +198,7 @@ class Adapters(torch.nn.ModuleDict):
 
 
 def attach_adapters(
-    chunks: Sequence[Any],
+    chunks: Sequence[PolicyModel],
     weights: Sequence[Weight],
     placement: WeightPlacement,
     coordinate: Coordinate,
@@ -275,7 +280,7 @@ def _mark_factors(adapter: Adapter, weight: Weight, frozen: torch.Tensor) -> Non
 
 
 @contextmanager
-def disable_adapters(chunks: Sequence[Any]) -> Iterator[None]:
+def disable_adapters(chunks: Sequence[PolicyModel]) -> Iterator[None]:
     """Run a model on its frozen base weights inside this context."""
     adapters = [adapter for chunk in chunks for adapter in chunk.lora.values()]
     for adapter in adapters:
@@ -297,9 +302,9 @@ def _forward_merged(
     """Run the linear's original forward on the weights merged with their adapters."""
 
     def merge(parameter: str) -> torch.Tensor:
-        frozen = linear._parameters[parameter]
+        frozen = cast(torch.nn.Parameter, linear._parameters[parameter])
         adapter = adapters[parameter]
-        return adapter(frozen) if adapter.is_enabled else frozen.detach()  # type: ignore
+        return adapter(frozen) if adapter.is_enabled else frozen.detach()
 
     # requires_grad is set without gradients, too, as in a trained weight: torch.matmul and Megatron
     # (tensor_parallel/layers.py:1095) choose by it between kernels that round differently.
@@ -338,7 +343,7 @@ def _recompute_in_backward(
     return saved_tensors_hooks(pack, unpack)
 
 
-def sum_partial_gradients(chunks: Sequence[Any], config: Any) -> None:
+def sum_partial_gradients(chunks: Sequence[PolicyModel], config: TransformerConfig) -> None:
     """Sum the gradients of experts' factors that are replicated over expert tensor parallelism.
 
     Each etp rank has the gradient of its part of the weight. Megatron's finalize_model_grads sums

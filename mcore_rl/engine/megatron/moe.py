@@ -8,7 +8,7 @@ nor in the reported load.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,9 @@ from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+if TYPE_CHECKING:
+    from mcore_rl.engine.megatron.model import PolicyModel
 
 
 class StrictRouterReplay(RouterReplay):
@@ -53,7 +56,9 @@ class StrictRouterReplay(RouterReplay):
             self._check_target(self.target_topk_idx, shape)
         if action is RouterReplayAction.REPLAY_BACKWARD:
             self._check_target(next(iter(self.replay_backward_list), None), shape)
-        chosen = super().get_replay_topk(scores, topk, num_groups, group_topk, default_compute_topk)
+        chosen: tuple[torch.Tensor, torch.Tensor] = super().get_replay_topk(
+            scores, topk, num_groups, group_topk, default_compute_topk
+        )
         if action is RouterReplayAction.REPLAY_FORWARD:
             self.target_topk_idx = None
         return chosen
@@ -178,7 +183,8 @@ class PackedRouter(TopKRouter):
         shares = chosen / chosen.sum().clamp(min=1)  # [E]; zeros when there are no tokens at all
         loss = len(shares) * (scores * shares).sum()
         self.balance += loss.detach()
-        return MoEAuxLossAutoScaler.apply(probs, coef * loss)
+        scaled: torch.Tensor = MoEAuxLossAutoScaler.apply(probs, coef * loss)
+        return scaled
 
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
@@ -232,7 +238,7 @@ def needs_equal_packs(config: TransformerConfig) -> bool:
     )
 
 
-def iter_routers(chunk: Any) -> Iterator[tuple[int, PackedRouter]]:
+def iter_routers(chunk: PolicyModel) -> Iterator[tuple[int, PackedRouter]]:
     """Yield (decoder layer of the full model, router) of a chunk, without prediction layers."""
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)
@@ -240,14 +246,14 @@ def iter_routers(chunk: Any) -> Iterator[tuple[int, PackedRouter]]:
             yield layer.layer_number - 1, router
 
 
-def collect_expert_biases(chunks: Sequence[Any]) -> list[torch.Tensor]:
+def collect_expert_biases(chunks: Sequence[PolicyModel]) -> list[torch.Tensor]:
     """Return the selection biases of all routers, which the end of a backward pass changes."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     biases = [getattr(module, "expert_bias", None) for module in modules]
     return [bias for bias in biases if bias is not None]
 
 
-def clear_expert_load(chunks: Sequence[Any]) -> None:
+def clear_expert_load(chunks: Sequence[PolicyModel]) -> None:
     """Reset the loads and balance losses of all routers."""
     for chunk in chunks:
         for _, router in iter_routers(chunk):
@@ -256,7 +262,7 @@ def clear_expert_load(chunks: Sequence[Any]) -> None:
 
 
 def measure_balance(
-    chunks: Sequence[Any],
+    chunks: Sequence[PolicyModel],
 ) -> tuple[dict[str, float], dict[int, torch.Tensor]]:
     """Return metrics of the experts' load since clear_expert_load, and the load itself.
 
@@ -288,7 +294,7 @@ def measure_balance(
     return metrics, dict(zip(layers, loads, strict=True))
 
 
-def _reduce_loads(chunks: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def _reduce_loads(chunks: Sequence[PolicyModel]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return loads [MoE layers, experts] and balance losses [MoE layers] (sums over tokens).
 
     On the CPU. Each token is counted on one rank, where its router ran, so the sum over the world
@@ -317,5 +323,6 @@ def slice_sequence_parallel(
     """Return this TP rank's share of values along the tokens of a pack: those of its routers."""
     if not config.sequence_parallel:
         return values
-    ranks = parallel_state.get_tensor_model_parallel_world_size()
-    return values.chunk(ranks, dim)[parallel_state.get_tensor_model_parallel_rank()]
+    num_ranks: int = parallel_state.get_tensor_model_parallel_world_size()
+    tp_rank: int = parallel_state.get_tensor_model_parallel_rank()
+    return values.chunk(num_ranks, dim)[tp_rank]

@@ -5,13 +5,22 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from mcore_rl.engine.base import Place
 from mcore_rl.engine.megatron.device import get_device_type
 from mcore_rl.engine.offload import HostMirror, get_storage_id, move_storages
+
+if TYPE_CHECKING:
+    from megatron.core.distributed import DistributedDataParallel
+    from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBuffer
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
+
+    from mcore_rl.engine.megatron.model import PolicyModel
+
+    type ModelChunk = PolicyModel | DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +34,8 @@ class MemoryReport:
 
 
 def move_parts(
-    chunks: Sequence[Any],
-    optimizer: Any,
+    chunks: Sequence[ModelChunk],
+    optimizer: ChainedOptimizer | None,
     place: Place,
     parts: Collection[str],
     mirrors: Mapping[str, HostMirror],
@@ -56,8 +65,8 @@ def move_parts(
 
 
 def build_memory_report(
-    chunks: Sequence[Any],
-    optimizer: Any,
+    chunks: Sequence[ModelChunk],
+    optimizer: ChainedOptimizer | None,
     offloaded: Collection[str],
     mirrors: Mapping[str, HostMirror],
 ) -> MemoryReport:
@@ -83,24 +92,26 @@ def build_memory_report(
     )
 
 
-def _is_ddp(chunk: Any) -> bool:
+def _is_ddp(chunk: ModelChunk) -> bool:
     from megatron.core.distributed import DistributedDataParallel  # after device.install
 
     return isinstance(chunk, DistributedDataParallel)
 
 
-def _list_ddp_buffers(chunks: Sequence[Any]) -> list[Any]:
+def _list_ddp_buffers(chunks: Sequence[ModelChunk]) -> list[_ParamAndGradBuffer]:
     wrapped = (chunk for chunk in chunks if _is_ddp(chunk))
     return [b for chunk in wrapped for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
 
 
-def _list_model_tensors(chunks: Sequence[Any]) -> list[torch.Tensor]:
+def _list_model_tensors(chunks: Sequence[ModelChunk]) -> list[torch.Tensor]:
     # DDP's `buffers` are those of gradients, so take the module inside.
     modules = [chunk.module if _is_ddp(chunk) else chunk for chunk in chunks]
     return [t for module in modules for t in (*module.parameters(), *module.buffers())]
 
 
-def _list_optimizer_tensors(chunks: Sequence[Any], optimizer: Any) -> list[torch.Tensor]:
+def _list_optimizer_tensors(
+    chunks: Sequence[ModelChunk], optimizer: ChainedOptimizer | None
+) -> list[torch.Tensor]:
     """Return Adam's moments and steps, and float32 weights that are no view of the model's."""
     if optimizer is None:
         return []

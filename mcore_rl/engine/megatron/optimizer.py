@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from megatron.core.distributed import (
@@ -29,7 +28,7 @@ _STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "wsd"
 
 
 def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
-    """Check optimizer settings against the lane and the length of training.
+    """Check optimizer settings against the device type and the length of training.
 
     Raises:
         ConfigError: CPU-offloaded Adam without a GPU or without Transformer Engine; a warm-up and
@@ -38,7 +37,7 @@ def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
     if total_steps == 0:  # inference only
         return
     if settings.cpu_offload and get_device_type() == "cpu":
-        # HybridDeviceOptimizer copies tensors with Tensor.is_cuda to the host. On the CPU lane none
+        # HybridDeviceOptimizer copies tensors with Tensor.is_cuda to the host. On CPUs none
         # are, so gradients have no copy to go to (optimizer/cpu_offloading/hybrid_optimizer.py:273
         # and :101).
         raise ConfigError(
@@ -146,7 +145,7 @@ def build_optimizer(
 
 
 def build_schedule(
-    optimizer: Any, settings: OptimizerConfig, total_steps: int
+    optimizer: ChainedOptimizer, settings: OptimizerConfig, total_steps: int
 ) -> OptimizerParamScheduler:
     """Build the learning-rate schedule. It is advanced before each step, so step 1 is the first."""
     return OptimizerParamScheduler(
@@ -219,7 +218,7 @@ def clip_and_step(optimizer: ChainedOptimizer) -> float:
     return norm
 
 
-def finish_weight_gather(chunks: Sequence[Any]) -> None:
+def finish_weight_gather(chunks: Sequence[GPTModel | DistributedDataParallel]) -> None:
     """Wait until every rank has all updated weights. Collective over data-parallel ranks.
 
     With overlap each rank has only its own shard of the update after a step; the forward pre-hooks

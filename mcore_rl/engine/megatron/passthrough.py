@@ -354,13 +354,13 @@ def describe_settings(engine: EngineConfig, reason: str) -> str:
     return ", ".join(f"{name}={settings[name]!r}" for name in sorted(settings))
 
 
-def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
+def check_fields(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check the fields of an engine, and that its settings and ranks have what they need.
 
     Args:
         key: Name of the settings of the engine, such as "actor".
-        lane: "cuda" or "cpu" of the ranks, which check their own packages if they are on other
-            nodes than this process (device.choose_modules).
+        device_type: "cuda" or "cpu" of the ranks, which check their own packages if they are on
+            other nodes than this process (device.choose_modules).
 
     Raises:
         ConfigError: See read_fields; or something is missing.
@@ -370,15 +370,15 @@ def check_fields(key: str, engine: EngineConfig, lane: str) -> None:
     for name, value in fields.items():
         need = "" if value is None or value is False else find_rule(NEEDS, name)
         if need:
-            _check_need(need, f"{where}.{name}={value!r}", key, engine, lane)
+            _check_need(need, f"{where}.{name}={value!r}", key, engine, device_type)
     _check_precision(key, engine)
-    is_local = lane == device.get_device_type()
+    is_local = device_type == device.get_device_type()
     if engine.moe.dispatcher == "flex":
-        _check_flex(key, engine, lane, is_local=is_local)
+        _check_flex(key, engine, device_type, is_local=is_local)
     if engine.optimizer.name == "muon":
         _check_muon(key, engine)
     if engine.fp8.recipe != "off":
-        _check_float8(key, engine, lane, is_local=is_local)
+        _check_float8(key, engine, device_type, is_local=is_local)
 
 
 def _check_precision(key: str, engine: EngineConfig) -> None:
@@ -398,11 +398,11 @@ def _check_precision(key: str, engine: EngineConfig) -> None:
             )
 
 
-def _check_float8(key: str, engine: EngineConfig, lane: str, *, is_local: bool) -> None:
+def _check_float8(key: str, engine: EngineConfig, device_type: str, *, is_local: bool) -> None:
     """Check the requirements of a float8 recipe: modules, a GPU, and CUDA."""
     recipe = engine.fp8.recipe
     setting = f"{key}.fp8.recipe={recipe!r}"
-    _check_need("te", setting, key, engine, lane)
+    _check_need("te", setting, key, engine, device_type)
     if not is_local:
         return
     capability, end = torch.cuda.get_device_capability(), _END_OF_CAPABILITY.get(recipe)
@@ -465,13 +465,13 @@ def _join(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _check_need(need: str, setting: str, key: str, engine: EngineConfig, lane: str) -> None:
-    if need == "te" and device.choose_modules(engine.modules, lane, key) != "te":
+def _check_need(need: str, setting: str, key: str, engine: EngineConfig, device_type: str) -> None:
+    if need == "te" and device.choose_modules(engine.modules, device_type, key) != "te":
         raise ConfigError(
             f"{setting} needs Transformer Engine's modules, and {key}.modules={engine.modules!r} "
-            f"has torch's on {lane!r}; allowed: GPUs with transformer-engine[pytorch]"
+            f"has torch's on {device_type!r}; allowed: GPUs with transformer-engine[pytorch]"
         )
-    if need == "cuda" and lane != "cuda":
+    if need == "cuda" and device_type != "cuda":
         raise ConfigError(f"{setting} needs GPUs; allowed: not to set it on a CPU")
     if need == "flex" and engine.moe.dispatcher != "flex":
         raise ConfigError(
@@ -495,10 +495,10 @@ def _check_muon(key: str, engine: EngineConfig) -> None:
             )
 
 
-def _check_flex(key: str, engine: EngineConfig, lane: str, *, is_local: bool) -> None:
+def _check_flex(key: str, engine: EngineConfig, device_type: str, *, is_local: bool) -> None:
     """Check what the flex dispatcher needs: GPUs, a package, and several ranks of experts."""
     setting, layout = f"{key}.moe.dispatcher='flex'", engine.layout
-    if lane != "cuda":
+    if device_type != "cuda":
         raise ConfigError(f"{setting} needs GPUs; allowed on a CPU: 'alltoall', 'allgather'")
     backend = engine.megatron.get("moe_flex_dispatcher_backend", "deepep")
     if is_local and importlib.util.find_spec(_FLEX_PACKAGES[backend]) is None:

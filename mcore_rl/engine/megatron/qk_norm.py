@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -14,6 +14,9 @@ from megatron.core.tensor_parallel.mappings import (
 
 from mcore_rl.engine.megatron.layers import RMSNorm
 
+if TYPE_CHECKING:
+    from megatron.core.transformer import TransformerConfig
+
 
 class AllHeadsNorm(RMSNorm):
     """An RMS norm with one mean square per token, over the heads of all tensor-parallel ranks.
@@ -23,7 +26,9 @@ class AllHeadsNorm(RMSNorm):
     named q_layernorm or k_layernorm (distributed/finalize_model_grads.py:453), is the gradient.
     """
 
-    def __init__(self, config: Any, hidden_size: int, eps: float, *, heads_field: str) -> None:
+    def __init__(
+        self, config: TransformerConfig, hidden_size: int, eps: float, *, heads_field: str
+    ) -> None:
         """Build the norm of a layer.
 
         Args:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -43,6 +43,9 @@ from mcore_rl.engine.megatron.moe import (
 from mcore_rl.engine.megatron.packing import PackedKeys
 from mcore_rl.engine.packing import MicroBatch
 
+if TYPE_CHECKING:
+    from mcore_rl.engine.megatron.model import PolicyModel
+
 COLUMN, STAGE_COLUMN = "routed_experts", "stage_routed_experts"
 
 
@@ -61,7 +64,7 @@ class RoutingPass:
         """Check that all targets were used, unless the pass failed, and release them."""
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys | None]:
+    def wrap_forward(self, chunk: PolicyModel, micro: MicroBatch) -> Iterator[PackedKeys | None]:
         """Wrap the forward call of a chunk for a micro-batch; yield the keys of its indexers."""
         yield None
 
@@ -73,12 +76,12 @@ class RoutingPass:
 class _ReplayStatePass(RoutingPass):
     """A pass that uses the router_replay object of each router."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
         self.config: TransformerConfig = chunks[0].config
         self.layers = list_moe_layers(self.config)  # of the column
         self.states = [state for chunk in chunks for state in self._list_states(chunk)]
 
-    def _list_states(self, chunk: Any) -> list[StrictRouterReplay]:
+    def _list_states(self, chunk: PolicyModel) -> list[StrictRouterReplay]:
         states = []
         for layer, router in iter_routers(chunk):
             state = router.router_replay
@@ -113,14 +116,16 @@ class _ReplayStatePass(RoutingPass):
 class RecordingPass(_ReplayStatePass):
     """A pass that records the experts that routers choose, as a column."""
 
-    def __init__(self, chunks: Sequence[Any], num_tokens: int, device: torch.device) -> None:
+    def __init__(
+        self, chunks: Sequence[PolicyModel], num_tokens: int, device: torch.device
+    ) -> None:
         super().__init__(chunks)
         shape = (num_tokens + 1, len(self.layers), self.config.moe_router_topk)
         # Padding writes to the last row. int32 is the smallest dtype that gloo sums.
         self.recorded = torch.zeros(shape, dtype=torch.int32, device=device)
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys | None]:
+    def wrap_forward(self, chunk: PolicyModel, micro: MicroBatch) -> Iterator[PackedKeys | None]:
         states, tokens = self._list_states(chunk), self._slice_token_indices(micro)
         for state in states:
             state.set_router_replay_action(RouterReplayAction.RECORD)
@@ -158,7 +163,12 @@ class ReplayPass(_ReplayStatePass):
     """
 
     def __init__(
-        self, chunks: Sequence[Any], batch: Batch, device: torch.device, *, has_recompute: bool
+        self,
+        chunks: Sequence[PolicyModel],
+        batch: Batch,
+        device: torch.device,
+        *,
+        has_recompute: bool,
     ) -> None:
         super().__init__(chunks)
         self.has_recompute = has_recompute
@@ -171,7 +181,7 @@ class ReplayPass(_ReplayStatePass):
         self.experts = torch.as_tensor(np.concatenate([values, filler])).to(device)
 
     @contextmanager
-    def wrap_forward(self, chunk: Any, micro: MicroBatch) -> Iterator[PackedKeys | None]:
+    def wrap_forward(self, chunk: PolicyModel, micro: MicroBatch) -> Iterator[PackedKeys | None]:
         states, tokens = self._list_states(chunk), self._slice_token_indices(micro)
         for state in states:
             target = self.experts[tokens, self.layers.index(state.layer)].long()
@@ -196,7 +206,7 @@ def _check_target_used(state: StrictRouterReplay) -> None:
 
 def create_routing_pass(
     mode: str,
-    chunks: Sequence[Any],
+    chunks: Sequence[PolicyModel],
     batch: Batch,
     device: torch.device,
     *,

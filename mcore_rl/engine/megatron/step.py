@@ -9,13 +9,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.experimental_attention_variant.dsa import DSAIndexerLossLoggingHelper
 from megatron.core.utils import unwrap_model
 from torch.profiler import record_function
 
 from mcore_rl.engine.base import LossFunction
 from mcore_rl.engine.megatron.heads import Head
+from mcore_rl.engine.megatron.model import PolicyModel
 from mcore_rl.engine.megatron.packing import PackedKeys, build_packed_seq_params
 from mcore_rl.engine.packing import MicroBatch
 from mcore_rl.engine.steps import Result, TokenCounts, compute_loss
@@ -23,26 +26,28 @@ from mcore_rl.engine.steps import Result, TokenCounts, compute_loss
 # As Megatron's loss_func: loss to differentiate, number of tokens, result.
 LossOutput = tuple[torch.Tensor, torch.Tensor, Result]
 # From (model chunk with the head, micro-batch, output of the chunk).
-LossFunc = Callable[[Any, MicroBatch, torch.Tensor], LossOutput]
+LossFunc = Callable[[PolicyModel, MicroBatch, torch.Tensor], LossOutput]
 # From (model chunk, micro-batch) to the context of the chunk's forward call, and keys to replay.
-ForwardContext = Callable[[Any, MicroBatch], AbstractContextManager[PackedKeys | None]]
+ForwardContext = Callable[[PolicyModel, MicroBatch], AbstractContextManager[PackedKeys | None]]
 
 
-def get_context_group() -> Any:
+def get_context_group() -> dist.ProcessGroup | None:
     """Return the group of the ranks with parts of the same packs; None without CP."""
     if parallel_state.get_context_parallel_world_size() == 1:
         return None
-    return parallel_state.get_context_parallel_group()
+    group: dist.ProcessGroup = parallel_state.get_context_parallel_group()
+    return group
 
 
-def get_data_group() -> Any:
+def get_data_group() -> dist.ProcessGroup:
     """Return the group of all ranks with other samples, or other parts of the same packs."""
-    return parallel_state.get_data_parallel_group(with_context_parallel=True)
+    group: dist.ProcessGroup = parallel_state.get_data_parallel_group(with_context_parallel=True)
+    return group
 
 
 @record_function("forward_backward")
 def run_micro_batches(
-    chunks: Sequence[Any],
+    chunks: Sequence[PolicyModel | DistributedDataParallel],
     micros: list[MicroBatch],
     loss_func: LossFunc,
     forward_context: ForwardContext,
@@ -52,7 +57,9 @@ def run_micro_batches(
     """Run Megatron's schedule; return one result per micro-batch on the last stage, else none."""
 
     def forward_step(
-        data: Iterator[MicroBatch], chunk: Any, return_schedule_plan: bool = False
+        data: Iterator[MicroBatch],
+        chunk: PolicyModel | DistributedDataParallel,
+        return_schedule_plan: bool = False,
     ) -> tuple[Any, Callable[[torch.Tensor], LossOutput]]:
         micro, model = next(data), unwrap_model(chunk)
         is_padding = (micro.token_indices < 0)[None] if model.config.num_moe_experts else None
@@ -83,7 +90,9 @@ def run_micro_batches(
     return results
 
 
-def pop_indexer_loss(config: Any, num_tokens: int, device: torch.device) -> torch.Tensor:
+def pop_indexer_loss(
+    config: TransformerConfig, num_tokens: int, device: torch.device
+) -> torch.Tensor:
     """Return the loss of sparse attention's indexers since the last call, of this rank's tokens.
 
     Collective over the stages of the pipeline.
@@ -95,10 +104,13 @@ def pop_indexer_loss(config: Any, num_tokens: int, device: torch.device) -> torc
     loss = torch.as_tensor(tracker.pop("sum", 0.0), dtype=torch.float32, device=device).clone()
     dist.all_reduce(loss, group=parallel_state.get_pipeline_model_parallel_group())
     num_layers = config.num_layers + (config.mtp_num_layers or 0)
-    return loss / (config.dsa_indexer_loss_coeff * num_tokens * num_layers)
+    mean: torch.Tensor = loss / (config.dsa_indexer_loss_coeff * num_tokens * num_layers)
+    return mean
 
 
-def compute_scores(head: Head, chunk: Any, micro: MicroBatch, output: torch.Tensor) -> LossOutput:
+def compute_scores(
+    head: Head, chunk: PolicyModel, micro: MicroBatch, output: torch.Tensor
+) -> LossOutput:
     """Return the scores of a micro-batch as its result, and a loss of 0."""
     scores = head(chunk, output, micro)
     return output.new_zeros(()), torch.tensor(0, dtype=torch.int), scores
@@ -108,7 +120,7 @@ def compute_training_loss(
     head: Head,
     loss_function: LossFunction,
     counts: TokenCounts,
-    chunk: Any,
+    chunk: PolicyModel,
     micro: MicroBatch,
     output: torch.Tensor,
     *,

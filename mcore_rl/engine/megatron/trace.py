@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,13 +29,16 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from mcore_rl.engine.packing import MicroBatch
 
+if TYPE_CHECKING:
+    from mcore_rl.engine.megatron.model import PolicyModel
+
 HEAD = "lm_head"
 
 
 class OutputTracer:
     """A context that records the outputs of these chunks' modules for each micro-batch."""
 
-    def __init__(self, chunks: Sequence[Any]) -> None:
+    def __init__(self, chunks: Sequence[PolicyModel]) -> None:
         self._chunks = chunks
         # By name, in the order of the micro-batches: [tokens of this rank, dim].
         self._outputs: dict[str, list[torch.Tensor]] = defaultdict(list)
@@ -89,12 +92,13 @@ class OutputTracer:
 
     def _compute_logits(self, states: torch.Tensor) -> torch.Tensor:
         """Return [tokens, padded vocabulary] from the states after the last norm."""
-        logits = states @ self._chunks[-1].head_weight.t()
+        shard = states @ self._chunks[-1].head_weight.t()
         group = parallel_state.get_tensor_model_parallel_group()
-        return gather_from_tensor_model_parallel_region(logits, group=group)
+        logits: torch.Tensor = gather_from_tensor_model_parallel_region(shard, group=group)
+        return logits
 
 
-def _iter_modules(chunk: Any) -> Iterator[tuple[str, torch.nn.Module, Any]]:
+def _iter_modules(chunk: PolicyModel) -> Iterator[tuple[str, torch.nn.Module, Any]]:
     """Yield (name, module, linear that a norm is fused into or None) in the model's order."""
     if chunk.pre_process:
         yield "model.embed_tokens", chunk.embedding, None

@@ -229,7 +229,8 @@ def reduce_scatterv(
     sizes = sizes or [len(input_) // communicator.world_size] * communicator.world_size
     output = input_.clone(memory_format=torch.contiguous_format)
     torch.distributed.all_reduce(output, group=communicator.device_group)
-    return output.split(sizes)[communicator.rank_in_group]
+    part: Tensor = output.split(sizes)[communicator.rank_in_group]
+    return part
 
 
 @functools.cache

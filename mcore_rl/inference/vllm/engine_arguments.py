@@ -169,7 +169,7 @@ DENIED: Mapping[str, str] = {
 # An update writes experts in the order of the checkpoint; others reorder or pad them as they load.
 VALUES = {"moe_backend": (("triton", "batched_triton"), _RULES)}
 RULES = FieldRules("vLLM", OWNED, DENIED, VALUES)
-# Arguments that the server sets on a CPU: the reason is in worker.build_lane_arguments.
+# Arguments that the server sets on a CPU: the reason is in worker.build_device_arguments.
 CPU_OWNED = {
     "enforce_eager": "nothing is compiled",
     "attention_backend": "it is 'CPU_MLA' or vLLM's only one",

@@ -87,7 +87,7 @@ class _CopyRecorder(TorchDispatchMode):
     """Records copies from tensors of a checkpoint into parameters, and makes none of them."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._memories: dict[int, _Memory] = {}  # by storage
         self.parameters: dict[str, _Memory] = {}
         self.tensor_name = ""  # of the checkpoint: the last that the loader used

@@ -206,6 +206,6 @@ def _describe(process: psutil.Process) -> str:
 
 def _is_running(process: psutil.Process) -> bool:
     try:
-        return process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
     except psutil.Error:
         return False

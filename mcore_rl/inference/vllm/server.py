@@ -80,7 +80,7 @@ class VLLMServer(GenerationServer):
 
     Args:
         timeout_s: Limit of the engine's start and of its steps. None: vLLM's default.
-        eager: Compile no graphs, as `trace` needs. The CPU lane never does.
+        eager: Compile no graphs, as `trace` needs. On CPUs it never does.
         nodes: The nodes of a server that spans several.
         records_experts: Record routed experts, as `SamplingParams.experts_from` needs.
         adapter_rank: Take adapters up to this rank; 0: none.
@@ -224,7 +224,7 @@ class VLLMServer(GenerationServer):
             reads_weights: See `GenerationServer.start`.
 
         Raises:
-            ConfigError: the lane has no kernels for the model's attention heads.
+            ConfigError: the CPU has no kernels for the model's attention heads.
             RuntimeError: the engine does not start; its processes have printed why to stderr.
         """
         call = Call.START if reads_weights else Call.START_WITHOUT_WEIGHTS
@@ -258,21 +258,21 @@ class VLLMServer(GenerationServer):
 
         self._name = name = vllm_worker.ServerName.new()
         nodes = {} if self._nodes is None else self._nodes.build_engine_arguments()
+        num_drafts = self._config.speculative.num_tokens
         loading = vllm_weights.build_loading_arguments(
             self._model_path,
             ep=self._config.ep,
             reads_weights=reads_weights,
             quantization=self._config.quantization,
         )
-        lane = vllm_worker.build_lane_arguments(
-            self._config, name, self._max_model_tokens, self._eager
-        )
+        max_tokens = self._max_model_tokens
+        given = vllm_worker.build_device_arguments(self._config, name, max_tokens, self._eager)
         passed = read_arguments("rollout.engine", self._config.engine)
         own_arguments = dict[str, Any](
             model=self._model_path,
             dtype=self._dtype,
             seed=self._seed,
-            max_model_len=self._max_model_tokens,
+            max_model_len=max_tokens,
             kv_cache_memory_bytes=self._config.kv_cache_bytes,
             tensor_parallel_size=self._config.tp,
             data_parallel_size=self._config.dp,
@@ -285,8 +285,8 @@ class VLLMServer(GenerationServer):
             **_build_timeout_arguments(self._timeout_s),
             use_tqdm_on_load=False,
             skip_tokenizer_init=not has_tokenizer(self._model_path),  # ids may be scored without
-            **lane,
-            **vllm_drafts.build_draft_arguments(self._config.speculative.num_tokens, lane | passed),
+            **given,
+            **vllm_drafts.build_draft_arguments(num_drafts, given | passed),
             **vllm_worker.build_cache_arguments(self._model_path),
             **vllm_worker.build_sleep_arguments(self._can_sleep),
             **vllm_worker.build_expert_arguments(self._records_experts),

@@ -1,4 +1,4 @@
-"""vLLM's engine and worker processes: engine arguments by lane, patches, watchdog, sleep.
+"""vLLM's engine and worker processes: engine arguments by device type, patches, watchdog, sleep.
 
 The server process gets its engine arguments here. Engine and worker processes are set up through
 `ServerName` when they are spawned, or through `prepare_forks` when they are forked; workers also
@@ -104,10 +104,10 @@ class _Fork:
 
 @contextlib.contextmanager
 def prepare_forks(server: ServerName) -> Iterator[None]:
-    """Make vLLM fork its processes on the CPU lane, and set up each of them first.
+    """Make vLLM fork its processes on CPUs, and set up each of them first.
 
     Forking saves the import of vLLM, the longest part of a start. A process with CUDA must not be
-    forked: on the GPU lane processes are spawned. Call this in a thread that has run no parallel
+    forked: on GPUs processes are spawned. Call this in a thread that has run no parallel
     computation: libgomp would wait in the child for helper threads that a fork does not copy.
     """
     # vLLM spawns on the CPU (platforms/cpu.py:413), and in a Ray actor, so that its processes can
@@ -125,10 +125,10 @@ def prepare_forks(server: ServerName) -> Iterator[None]:
         del fork
 
 
-def build_lane_arguments(
+def build_device_arguments(
     config: RolloutConfig, name: ServerName, max_model_tokens: int, eager: bool
 ) -> dict[str, Any]:
-    """Return vLLM's engine arguments of this lane, and those of `WorkerExtension`.
+    """Return vLLM's engine arguments of this device type, and those of `WorkerExtension`.
 
     Also sets the environment that engine and worker processes inherit, for good: a server owns its
     process.
@@ -198,7 +198,7 @@ def build_lane_arguments(
 def build_cache_arguments(model_path: str) -> dict[str, Any]:
     """Return vLLM's engine arguments for the cache of prompts.
 
-    It is off for layers of linear attention on the CPU lane: vLLM caches their states where chunks
+    It is off for layers of linear attention on CPUs: vLLM caches their states where chunks
     of a prompt end (model_executor/models/config.py:694), and prompts have no chunks there.
     """
     is_hybrid = bool(read_config(model_path).get("linear_num_key_heads"))
@@ -206,12 +206,12 @@ def build_cache_arguments(model_path: str) -> dict[str, Any]:
 
 
 def build_sleep_arguments(can_sleep: bool) -> dict[str, Any]:
-    """Return vLLM's engine arguments for sleep. On the CPU lane every worker can."""
+    """Return vLLM's engine arguments for sleep. On CPUs every worker can."""
     return {"enable_sleep_mode": can_sleep and not current_platform.is_cpu()}
 
 
 def build_expert_arguments(records_experts: bool) -> dict[str, Any]:
-    """Return vLLM's engine arguments for recorded experts; patch the runner on the CPU lane.
+    """Return vLLM's engine arguments for recorded experts; patch the runner on CPUs.
 
     Raises:
         ConfigError: VLLM_USE_V2_MODEL_RUNNER selects the runner of GPUs that records none.
@@ -242,7 +242,7 @@ def check_recorded_experts(config: VllmConfig) -> None:
 
 
 def check_heads(model: ModelConfig) -> None:
-    """Check that the CPU lane has kernels for the model's attention heads.
+    """Check that the CPU has kernels for the model's attention heads.
 
     vLLM would notice at the first request, and the engine would die.
 
@@ -489,7 +489,7 @@ def register() -> None:
 
 
 def _patch_sleep() -> None:
-    """Give vLLM's CPU worker a sleep; make the workers of both lanes wake with an empty KV cache.
+    """Give vLLM's CPU worker a sleep; make all workers wake with an empty KV cache.
 
     vLLM's sleep is a no-op on a CPU (v1/worker/cpu_worker.py:179). Ours frees the storages of
     weights and KV cache and allocates them again, so that tensors that refer to them stay valid.
@@ -567,19 +567,15 @@ def _sum_mapped_bytes(tag: str) -> int:
 
 
 def _list_weights(model: torch.nn.Module) -> list[torch.UntypedStorage]:
-    """Return the storages of parameters, and of what vLLM derives from them for MLA."""
+    """Return the storages of parameters.
 
-    def iterate_tensors() -> Iterator[torch.Tensor]:
-        yield from model.parameters()
-        for module in model.modules():
-            for name in ("W_UV", "W_UK_T"):  # plain attributes
-                if isinstance(tensor := vars(module).get(name), torch.Tensor):
-                    yield tensor
-
-    for tensor in iterate_tensors():
-        if not tensor.untyped_storage().resizable():  # a mapped file
-            tensor.data = tensor.data.clone()
-    return _list_storages(iterate_tensors())
+    Among them are W_UV and W_UK_T, which vLLM derives for MLA: it registers them as parameters
+    (model_executor/layers/attention/mla_attention.py:1325).
+    """
+    for parameter in model.parameters():
+        if not parameter.untyped_storage().resizable():  # a mapped file
+            parameter.data = parameter.data.clone()
+    return _list_storages(model.parameters())
 
 
 def _list_kv_caches(model_runner: Any) -> list[torch.UntypedStorage]:

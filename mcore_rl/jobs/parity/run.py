@@ -118,7 +118,7 @@ class ParityReport:
         if not pair.passed:
             entries["first_differing_module"] = pair.first_differing_module
             entries["module_differences"] = pair.module_differences
-        return _replace_infinities(entries)
+        return {name: _replace_infinities(entry) for name, entry in entries.items()}
 
     def _format_text(self, token: WorstToken) -> str | None:
         """Return the text before a token, then the token in brackets; None without a tokenizer."""

@@ -27,7 +27,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from mcore_rl.controller.compilers import TOOLS, build_compiler_environment, is_gpu_node
-from mcore_rl.observability.process import detect_lane, list_versions
+from mcore_rl.observability.process import detect_installed_extra, list_versions
 from mcore_rl.sandbox.sandbox import probe_tiers
 from mcore_rl.sandbox.tiers import Tier
 from mcore_rl.tools.doctor.report import DoctorRequest, Fact, NodeReport, Status
@@ -63,7 +63,7 @@ def check_model_runner(report: NodeReport) -> None:
 
     V2 where Triton runs, V1 elsewhere, unless the environment variable is set.
     """
-    setting, kind = os.environ.get(_RUNNER), detect_lane()
+    setting, kind = os.environ.get(_RUNNER), detect_installed_extra()
     if kind == "none":
         return
     has_triton = _has_triton(kind)
@@ -102,7 +102,7 @@ def check_compilers(report: NodeReport) -> None:
 
 
 def _has_triton(kind: str) -> bool:
-    """Return whether Triton has a backend for the lane (vllm/triton_utils/importing.py:14)."""
+    """Return whether Triton has a backend for the device (vllm/triton_utils/importing.py:14)."""
     spec = importlib.util.find_spec("triton")
     if spec is None or spec.origin is None:
         return False
@@ -118,10 +118,10 @@ def read_torch_cuda_version() -> str:
 
 
 def list_requirements() -> dict[str, Requirement]:
-    """Return the requirements of this environment's lane by package."""
+    """Return the requirements of the installed extra by package."""
     requirements = map(Requirement, metadata.requires("mcore-rl") or ())
-    lane = {"extra": detect_lane()}
-    return {r.name: r for r in requirements if r.marker is None or r.marker.evaluate(lane)}
+    extra = {"extra": detect_installed_extra()}
+    return {r.name: r for r in requirements if r.marker is None or r.marker.evaluate(extra)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,9 +49,9 @@ def compare_memory(run: Run) -> list[RankMemory]:
     if run.kind not in JOB_SCHEMAS:
         raise NoPlanError(f"mcore-rl plan memory plans runs of {', '.join(JOB_SCHEMAS)} alone")
     recorded = _read_peaks(run)
-    lane = "cuda" if recorded else "cpu"
+    device_type = "cuda" if recorded else "cpu"
     where = str(run.folder / SETTINGS_FILE)
-    plan = _plan(json.dumps(run.settings, sort_keys=True), where, run.kind, lane)
+    plan = _plan(json.dumps(run.settings, sort_keys=True), where, run.kind, device_type)
     if isinstance(plan, str):
         raise NoPlanError(plan)
     return [*_match(plan, recorded)]
@@ -75,7 +75,7 @@ def _read_peaks(run: Run) -> dict[str, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=16)
-def _plan(settings: str, where: str, kind: str, lane: str) -> MemoryPlan | str:
+def _plan(settings: str, where: str, kind: str, device_type: str) -> MemoryPlan | str:
     """Plan settings, as JSON; return why there is no plan, if there is none.
 
     The run may be of somebody else: no code of it is imported, nothing is fetched.
@@ -90,8 +90,8 @@ def _plan(settings: str, where: str, kind: str, lane: str) -> MemoryPlan | str:
         with refuse_imports():
             config = compose_recorded(schema, json.loads(settings), where)
             check_is_local(config)
-            with prepare_plan(config, lane) as (prepared, model):
-                return check_memory(prepared, model, Conditions(lane), None).plan
+            with prepare_plan(config, device_type) as (prepared, model):
+                return check_memory(prepared, model, Conditions(device_type), None).plan
     except ConfigError as error:
         return str(error)
 

@@ -63,7 +63,7 @@ _END = re.compile(r"\s*(?:<\|\w+\|>)?\s*")  # of a turn
 
 _IMAGE = "<|image_pad|>"  # a token of an image
 _INCOMPLETE = "\ufffd"  # the decoded text of bytes that are no whole character
-_MOST_TOKENS = 8  # of a character: its four bytes, with room
+_MAX_TOKENS_PER_CHARACTER = 8  # one for each of its four bytes, and as many to spare
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class TokenTexts:
                 before, start = end - 1, end
                 continue
             text = self._decode_added(ids, before, start, end)
-            if text.endswith(_INCOMPLETE) and end - start < _MOST_TOKENS:
+            if text.endswith(_INCOMPLETE) and end - start < _MAX_TOKENS_PER_CHARACTER:
                 continue
             yield Piece(text, start, end)
             before, start = start, end

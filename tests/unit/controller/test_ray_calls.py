@@ -1,4 +1,4 @@
-"""Which calls of Ray count as hanging; tests/e2e/test_ray_calls.py has a real Ray."""
+"""Calls of Ray that count as hanging; tests/e2e/test_ray_calls.py has a real Ray."""
 
 import threading
 import time

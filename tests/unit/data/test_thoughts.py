@@ -1,4 +1,4 @@
-"""Where the answer of a response begins: by hand, and as the parsers of `renderers` say."""
+"""The start of the answer in a response: by hand, and by the parsers of `renderers`."""
 
 import pytest
 

@@ -1,7 +1,7 @@
 """A model on a GPU without Transformer Engine, where there is neither: what test_device.py runs.
 
 torch's meta device stands for the GPU: a tensor of the host among its tensors is an error there.
-Nothing of the CPU lane is installed. A model with experts is only built: its dispatcher reads on
+Nothing of CPUs is installed. A model with experts is only built: its dispatcher reads on
 the host how many tokens each gets. Argument: a name of tiny_models.configs().
 """
 

@@ -297,7 +297,7 @@ def test_learning_rates_are_those_of_megatrons_schedule(schedule, warmup_steps):
 
 
 def test_float8_products_of_a_supervised_run_in_float32_are_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(supervised_preflight, "detect_lane", lambda: "cuda")
+    monkeypatch.setattr(supervised_preflight, "detect_device_type", lambda: "cuda")
     monkeypatch.setattr(supervised_preflight, "check_engine_settings", lambda *_, **__: None)
     settings = [f"model.path={tmp_path}", "data.train_file=rows.jsonl", "engine.fp8.recipe=mxfp8"]
     config = compose_config(SFTConfig, [*settings, "model.dtype=float32"])

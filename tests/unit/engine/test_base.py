@@ -69,11 +69,8 @@ def test_a_place_that_there_is_not_is_refused():
 )
 def test_a_call_that_needs_what_is_away_is_refused_by_its_name(away, call, named):
     engine = MegatronEngine(SPEC)
-    engine.wrapped_chunks, engine.chunks, engine.optimizer = (
-        [],
-        [],
-        torch.optim.SGD([torch.zeros(1)]),
-    )
+    engine.wrapped_chunks, engine.chunks = [], []
+    engine.optimizer, engine.schedule = torch.optim.SGD([torch.zeros(1)]), object()
     engine.to("host", **{name: name == away for name in ("model", "optimizer", "grad")})
     with pytest.raises(StateError, match=rf"^the engine's {named} are away, on the host; allowed"):
         call(engine)

@@ -182,7 +182,7 @@ def test_a_shard_that_is_not_the_whole_parameter_is_refused():
         get_storage_location("w", shard(1, 2))
 
 
-def test_the_process_stays_in_the_cpu_lane_where_there_is_a_gpu(monkeypatch):
+def test_the_process_stays_on_the_cpu_where_there_is_a_gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert build_meta_model(DENSE, 131).parameters
     assert device.get_device_type() == "cpu"

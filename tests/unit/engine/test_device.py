@@ -1,6 +1,6 @@
-"""What "cuda" means in a process of the CPU lane; in one of its own, which stays in that lane.
+"""The meaning of "cuda" on CPUs, in a process of its own, which stays on the CPU.
 
-And what a GPU lane that is not here would be given.
+And what a GPU that is not here would be given.
 """
 
 import importlib.util
@@ -60,7 +60,7 @@ def test_cuda_means_the_cpu_and_what_is_not_replaced_is_an_error_of_torch():
         ("gpt_oss", "experts 64"),  # with biases, which the others lack
     ],
 )
-def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane(model, printed):
+def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu(model, printed):
     program = Path(__file__).parent / "gpu_modules.py"
     command = [sys.executable, str(program), model]
     ended = subprocess.run(command, capture_output=True, text=True)
@@ -69,7 +69,7 @@ def test_a_model_on_a_gpu_needs_neither_transformer_engine_nor_the_cpu_lane(mode
 
 
 @pytest.fixture
-def lane(monkeypatch):
+def set_device(monkeypatch):
     def use(name: str, *, has_te: bool = False, capability: int = 9) -> None:
         monkeypatch.setattr(device, "get_device_type", lambda: name)
         monkeypatch.setattr(device.importlib.util, "find_spec", lambda _: has_te or None)
@@ -91,9 +91,9 @@ def lane(monkeypatch):
     ],
 )
 def test_transformer_engine_is_taken_where_it_is_installed_beside_a_gpu(
-    lane, name, has_te, setting, chosen
+    set_device, name, has_te, setting, chosen
 ):
-    lane(name, has_te=has_te)
+    set_device(name, has_te=has_te)
     assert device.choose_modules(setting) == chosen
 
 
@@ -101,15 +101,15 @@ def test_transformer_engine_is_taken_where_it_is_installed_beside_a_gpu(
     ("name", "missing"),
     [("cpu", "a GPU"), ("cuda", r"transformer-engine\[pytorch\], which is not")],
 )
-def test_transformer_engine_that_cannot_be_had_is_refused_by_name(lane, name, missing):
-    lane(name, has_te=name == "cpu")
+def test_transformer_engine_that_cannot_be_had_is_refused_by_name(set_device, name, missing):
+    set_device(name, has_te=name == "cpu")
     with pytest.raises(ConfigError, match=f"^actor.modules='te' needs {missing}"):
         device.choose_modules("te")
 
 
-def test_half_of_transformer_engine_is_none(lane, monkeypatch):
-    """Without its torch part, which is built from source."""
-    lane("cuda")
+def test_half_of_transformer_engine_is_none(set_device, monkeypatch):
+    """Its torch part, which is built from source, is missing."""
+    set_device("cuda")
     specs = {"transformer_engine": True}
     monkeypatch.setattr(device.importlib.util, "find_spec", specs.get)
     assert device.choose_modules("auto") == "torch"
@@ -118,7 +118,7 @@ def test_half_of_transformer_engine_is_none(lane, monkeypatch):
 
 
 def test_transformer_engine_from_wheels_is_taken_though_its_torch_part_has_no_module_to_import(
-    lane, monkeypatch, tmp_path
+    set_device, monkeypatch, tmp_path
 ):
     """The wheel of 2.20 has its library in transformer_engine/wheel_lib."""
     (tmp_path / "transformer_engine/wheel_lib").mkdir(parents=True)
@@ -127,7 +127,7 @@ def test_transformer_engine_from_wheels_is_taken_though_its_torch_part_has_no_mo
     metadata.parent.mkdir()
     metadata.write_text("Metadata-Version: 2.1\nName: transformer_engine_torch\nVersion: 2.20.2\n")
     find_spec = importlib.util.find_spec
-    lane("cuda")
+    set_device("cuda")
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     assert device.choose_modules("auto") == "torch"
     monkeypatch.syspath_prepend(tmp_path)
@@ -135,9 +135,9 @@ def test_transformer_engine_from_wheels_is_taken_though_its_torch_part_has_no_mo
 
 
 def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes_on_without(
-    lane, monkeypatch
+    set_device, monkeypatch
 ):
-    lane("cuda", has_te=True)
+    set_device("cuda", has_te=True)
     monkeypatch.setattr(device, "_cuda", None)
     monkeypatch.setattr(device, "_modules", "torch")
     monkeypatch.setitem(sys.modules, "transformer_engine", None)  # an import of it fails
@@ -146,8 +146,10 @@ def test_transformer_engine_that_does_not_import_is_refused_before_megatron_goes
 
 
 @pytest.mark.parametrize("modules", ["te", "torch"])
-def test_fused_kernels_of_transformer_engine_come_with_its_modules_only(lane, monkeypatch, modules):
-    lane("cuda")
+def test_fused_kernels_of_transformer_engine_come_with_its_modules_only(
+    set_device, monkeypatch, modules
+):
+    set_device("cuda")
     monkeypatch.setattr(device, "_modules", modules)
     flags = device.build_config_flags()
     assert flags["masked_softmax_fusion"]  # Megatron's own
@@ -184,18 +186,18 @@ ONE_QUEUE = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
     ],
 )
 def test_ranks_that_send_while_they_compute_have_one_queue_before_blackwell(
-    lane, monkeypatch, layout, of_ranks, of_driver, capability, environment
+    set_device, monkeypatch, layout, of_ranks, of_driver, capability, environment
 ):
-    lane(of_driver, capability=capability)
+    set_device(of_driver, capability=capability)
     assert device.build_rank_environment(layout, of_ranks) == environment
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     assert device.build_rank_environment(layout, of_ranks) == {}
 
 
-def test_a_driver_without_a_gpu_leaves_transformer_engine_to_nodes_with_one(lane):
-    lane("cpu")
+def test_a_driver_without_a_gpu_leaves_transformer_engine_to_nodes_with_one(set_device):
+    set_device("cpu")
     assert device.choose_modules("te", "cuda") == "te"
-    lane("cuda", has_te=True)
+    set_device("cuda", has_te=True)
     with pytest.raises(ConfigError, match=r"^actor.modules='te' needs a GPU"):
         device.choose_modules("te", "cpu")
 

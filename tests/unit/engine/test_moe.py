@@ -200,7 +200,7 @@ def test_only_the_allgather_dispatcher_needs_packs_of_equal_size(dispatcher, ep,
 
 
 def test_the_load_of_few_tokens_is_over_its_mean_and_that_of_none_is_0(monkeypatch):
-    """Of eight experts in two layers: one token to one of them is eight times the mean."""
+    """One token to one of eight experts, in two layers: eight times the mean."""
     loads = torch.zeros(2, 8, dtype=torch.float64)
     loads[0, 3] = 1
     monkeypatch.setattr(moe, "_reduce_loads", lambda chunks: (loads, torch.zeros(2)))

@@ -59,7 +59,7 @@ def test_what_is_away_is_not_offloaded_again():
     assert tensor.tolist() == [1, 1, 1]
 
 
-def test_on_the_cpu_lane_parameters_stay_where_they_are():
+def test_on_cpus_parameters_stay_where_they_are():
     model = torch.nn.Linear(2, 2)
     before = model.weight.data_ptr()
     move_parts([model], None, "host", ["parameters", "optimizer state", "gradients"], {})
@@ -111,7 +111,7 @@ def test_memory_report_counts_what_is_on_the_host_and_not_on_the_device():
 
 
 def test_what_stays_in_the_same_memory_counts_as_away_and_a_shared_storage_once():
-    """The rows of 6 numbers have another name in the second layer; on the CPU lane none moves."""
+    """The rows of 6 numbers have another name in the second layer; on CPUs none moves."""
     first, second = torch.nn.Linear(3, 2, bias=False), torch.nn.Linear(3, 2, bias=False)
     second.weight = torch.nn.Parameter(first.weight.data.view(2, 3))
     second.register_buffer("steps", torch.zeros(5))
@@ -128,7 +128,7 @@ def test_what_stays_in_the_same_memory_counts_as_away_and_a_shared_storage_once(
         (0.5, {}, True),
     ],
 )
-def test_on_the_cpu_lane_ranks_return_freed_memory_unless_half_is_free(
+def test_on_cpus_ranks_return_freed_memory_unless_half_is_free(
     monkeypatch, use, variables, is_returned
 ):
     monkeypatch.setattr(offload, "compute_memory_use", lambda: use)

@@ -26,7 +26,7 @@ TABLE = {
 
 
 def rates(settings: OptimizerConfig, total_steps: int, num: int) -> list[float]:
-    """As the engine does: the schedule is advanced, then the step taken."""
+    """Return learning rates like the engine: advance the schedule, then step."""
     weights = [torch.nn.Parameter(torch.zeros(1))]
     groups = torch.optim.AdamW(weights, lr=settings.lr)
     schedule = build_schedule(groups, settings, total_steps)

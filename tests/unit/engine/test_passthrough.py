@@ -38,11 +38,11 @@ NVIDIA = "megatron-core 0.19.2"
 BLOCKWISE = Float8Config("blockwise")
 
 
-def check(megatron: dict[str, Any], lane: str = "cuda", **settings: Any) -> None:
-    """Check settings as before a run, of ranks on other nodes unless `lane` is "cpu"."""
+def check(megatron: dict[str, Any], device_type: str = "cuda", **settings: Any) -> None:
+    """Check settings as before a run, of ranks on other nodes unless `device_type` is "cpu"."""
     config = EngineConfig(megatron=megatron, **settings)
     resolve_engine("actor", config)
-    check_engine_settings("actor", config, "language_model", lane)
+    check_engine_settings("actor", config, "language_model", device_type)
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
 
 
 @pytest.mark.parametrize(
-    ("megatron", "settings", "lane", "message"),
+    ("megatron", "settings", "device_type", "message"),
     [
         ({}, {"fp8": BLOCKWISE}, "cpu", r"^actor.fp8.recipe='blockwise' needs Transformer .*'cpu'"),
         ({}, {"fp8": BLOCKWISE, "modules": "torch"}, "cuda", r"needs Transf.*modules='torch' has"),
@@ -158,14 +158,16 @@ def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
         ({}, {"optimizer": OptimizerConfig(name="lion")}, "cpu", r"name='lion'; allowed: 'adam', "),
     ],
 )  # fmt: skip
-def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, message, monkeypatch):
+def test_what_a_field_needs_is_checked_before_a_run(
+    megatron, settings, device_type, message, monkeypatch
+):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=message):
-        check(megatron, lane, **settings)
+        check(megatron, device_type, **settings)
 
 
 @pytest.mark.parametrize(
-    ("megatron", "settings", "lane"),
+    ("megatron", "settings", "device_type"),
     [
         ({"moe_permute_fusion": False}, {}, "cpu"),
         ({"bucket_size": 1000, "deallocate_pipeline_outputs": True}, {}, "cpu"),
@@ -178,8 +180,8 @@ def test_what_a_field_needs_is_checked_before_a_run(megatron, settings, lane, me
         ({"muon_num_ns_steps": 3}, {"optimizer": OptimizerConfig(name="muon")}, "cuda"),
     ],
 )  # fmt: skip
-def test_fields_pass_where_the_ranks_have_what_they_need(megatron, settings, lane):
-    check(megatron, lane, **settings)
+def test_fields_pass_where_the_ranks_have_what_they_need(megatron, settings, device_type):
+    check(megatron, device_type, **settings)
 
 
 @pytest.mark.parametrize("field", ["", "exp_avg_dtype", "exp_avg_sq_dtype"])

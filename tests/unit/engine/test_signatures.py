@@ -1,4 +1,4 @@
-"""What branches of the GPU lane call, against the source of the pinned packages.
+"""Calls of branches for GPUs, against the source of the pinned packages.
 
 Transformer Engine cannot be imported here: what its release has stands in transformer_engine.json,
 written by tests/record_transformer_engine.py.
@@ -91,7 +91,7 @@ def test_the_layers_that_this_engine_builds_are_among_them():
 
 @pytest.mark.parametrize("wrapper", sorted(LINEARS))
 def test_linears_add_weight_gradients_in_place_and_do_not_get_the_first_micro_batch(wrapper):
-    """What fuse_weight_gradients and disable_parameter_transpose_cache count on."""
+    """fuse_weight_gradients and disable_parameter_transpose_cache count on it."""
     base = next(base for name, base, _ in wrappers() if name == wrapper)
     assert "fuse_wgrad_accumulation" in MODULES["transformer_engine.pytorch"][base]
     definition = next(n for n in ast.walk(EXTENSION) if getattr(n, "name", "") == wrapper)
@@ -132,8 +132,8 @@ def inference_imports() -> list[tuple[str, str]]:
     ]
 
 
-def test_all_that_inference_imports_of_vllm_is_there_on_both_lanes():
-    """Read and not imported: the pinned builds of both lanes have the same Python source."""
+def test_all_that_inference_imports_of_vllm_is_there_for_cpus_and_gpus():
+    """Read and not imported: the pinned builds for CPUs and GPUs have the same Python source."""
     spec = importlib.util.find_spec("vllm")
     source, used_names = recorded.Source(Path(spec.origin).parents[1]), inference_imports()
     assert len(used_names) > 15

@@ -53,7 +53,7 @@ def stock_model(folder):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stock_calls_load_a_converted_model(name, tmp_path):
-    """As training/checkpointing.py of Megatron-LM does: the model is asked with the metadata."""
+    """Megatron-LM's training/checkpointing.py passes the metadata to the model, too."""
     torch.manual_seed(0)
     expected = transformers.AutoModelForCausalLM.from_config(MODELS[name])
     expected.save_pretrained(tmp_path / "hf")

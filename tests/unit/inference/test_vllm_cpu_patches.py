@@ -10,7 +10,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.platforms import current_platform
 
 if not current_platform.is_cpu():
-    pytest.skip("the CPU lane's", allow_module_level=True)
+    pytest.skip("patches for the CPU", allow_module_level=True)
 
 from mcore_rl.inference.vllm import cpu_patches
 

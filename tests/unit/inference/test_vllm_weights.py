@@ -104,7 +104,7 @@ class Recorder(QuantizeMethodBase):
 
 
 def test_a_bucket_ends_the_module_begun_before_it_and_begins_the_longest_at_the_end():
-    """Of 4 rows each: the first bucket has 1 of `b`; the second 3 of `b`, 2 of `a`, 4 of `c`."""
+    """Buckets of 4 rows: the first has 1 of `b`; the second 3 of `b`, 2 of `a`, 4 of `c`."""
     model = build_model({f"{name}.weight": ((4,), torch.float32) for name in "abc"})
     recorder, writer = Recorder(model), begin(model)
     rows = torch.ones(4)
@@ -217,7 +217,7 @@ def test_biases_of_down_projections_are_those_of_the_first_rank(nan_memory, tp_r
 
 
 def test_the_layout_of_a_worker_has_parameters_before_packing_and_the_expert_of_each_row():
-    """Of the global experts 0 to 4 the worker has 2, 1 and 4, in its rows 0, 1 and 2."""
+    """The worker has 2, 1 and 4 of the global experts 0 to 4, in its rows 0, 1 and 2."""
     model = build_model({"experts.w13_weight": ((3, 4, 2), torch.bfloat16)})
     model.norm = torch.nn.Module()
     model.norm.weight = parameter(torch.ones(2, dtype=torch.float32))
@@ -419,7 +419,7 @@ def build_info(spec: TransferSpec, first_rank: int) -> vllm_weights.ConnectInfo:
 
 
 def test_a_worker_joins_as_the_rank_after_training_servers_and_engines(connections, tmp_path):
-    """Of 3 training ranks, from generation rank 4, in the second engine of 2 workers: 3+4+2+1."""
+    """3 training ranks; generation rank 4, in the second engine of 2 workers: 3+4+2+1."""
     save_checkpoint(tmp_path, DENSE)
     layout = GenerationLayout(tp=2, dp=4)
     spec = TransferSpec(Layout(dp=3), 0, layout, "bfloat16", WeightSyncConfig())

@@ -25,9 +25,9 @@ if TYPE_CHECKING:  # importing vLLM takes seconds, and every worker of a test ru
 def make_config(name: ServerName) -> VllmConfig:
     from vllm.config import VllmConfig
 
-    from mcore_rl.inference.vllm.worker import build_lane_arguments
+    from mcore_rl.inference.vllm.worker import build_device_arguments
 
-    arguments = build_lane_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
+    arguments = build_device_arguments(RolloutConfig(), name, max_model_tokens=64, eager=False)
     return VllmConfig(additional_config=arguments["additional_config"])
 
 
@@ -36,7 +36,9 @@ def test_servers_of_different_names_share_compiled_graphs(monkeypatch):
 
     from mcore_rl.inference.vllm.worker import ServerName
 
-    monkeypatch.setattr("os.environ", {})  # build_lane_arguments sets those of a process of its own
+    monkeypatch.setattr(
+        "os.environ", {}
+    )  # build_device_arguments sets those of a process of its own
     first, second = ServerName.new(), ServerName.new()
     assert first != second
     assert make_config(first).compute_hash() == make_config(second).compute_hash()
@@ -60,7 +62,7 @@ def test_arguments_of_a_lane_are_engine_arguments_of_vllm(monkeypatch, is_cpu):
 
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: is_cpu)
-    given = vllm_worker.build_lane_arguments(
+    given = vllm_worker.build_device_arguments(
         RolloutConfig(), vllm_worker.ServerName.new(), max_model_tokens=64, eager=False
     )
     assert given.keys() <= {field.name for field in fields(AsyncEngineArgs)}
@@ -178,7 +180,7 @@ def test_experts_on_a_gpu_use_a_kernel_without_routing(monkeypatch):
     monkeypatch.setattr("os.environ", {})
     monkeypatch.setattr(type(vllm_worker.current_platform), "is_cpu", lambda _: False)
     name = vllm_worker.ServerName.new()
-    given = vllm_worker.build_lane_arguments(
+    given = vllm_worker.build_device_arguments(
         RolloutConfig(), name, max_model_tokens=64, eager=False
     )
     backend = unquantized.map_unquantized_backend(given["moe_backend"])
@@ -197,7 +199,7 @@ def test_a_single_worker_has_a_thread_on_each_of_its_cores(monkeypatch):
     cores = sorted(os.sched_getaffinity(0))[:2]
     config = RolloutConfig(cores=",".join(map(str, cores)))
     name = vllm_worker.ServerName.new()
-    vllm_worker.build_lane_arguments(config, name, max_model_tokens=64, eager=False)
+    vllm_worker.build_device_arguments(config, name, max_model_tokens=64, eager=False)
     receiver, sender = multiprocessing.Pipe()
     with vllm_worker.prepare_forks(name):
         process = multiprocessing.get_context("fork").Process(target=_send_cores, args=(sender,))

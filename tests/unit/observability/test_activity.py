@@ -95,7 +95,7 @@ def test_a_background_thread_reports_and_ends():
 
 
 def test_cpu_time_of_the_driver_is_of_all_its_threads():
-    """As of those that generate beside a trainer; also in the share of a core."""
+    """Threads that generate beside a trainer count, also in the share of a core."""
 
     def compute() -> None:
         while time.thread_time() < 0.2:

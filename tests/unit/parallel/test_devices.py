@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.resolve import DTYPE_OF_LANE
-from mcore_rl.jobs.placement import detect_lane, get_device_resource
+from mcore_rl.jobs.placement import detect_device_type, get_device_resource
 from mcore_rl.parallel.devices import DEVICES, detect_device, get_gpu
 from tests.fakes import FakeGpu, replace_torch_cuda
 
@@ -68,7 +68,7 @@ def test_cpu_has_no_number_and_no_memory_of_its_own(monkeypatch):
     device.empty_cache()
     device.synchronize()
     assert device.get_memory_stats() == {}
-    assert (detect_lane(), get_device_resource()) == ("cpu", "rank")
+    assert (detect_device_type(), get_device_resource()) == ("cpu", "rank")
 
 
 def test_gpu_of_a_rank_is_that_of_its_number_on_the_node(selected, monkeypatch):
@@ -84,13 +84,13 @@ def test_gpu_of_a_rank_is_that_of_its_number_on_the_node(selected, monkeypatch):
     device.empty_cache()
     device.synchronize()
     assert emptied and device.get_memory_stats() == {"num_ooms": 0}
-    assert (detect_lane(), get_device_resource()) == ("cuda", "GPU")
+    assert (detect_device_type(), get_device_resource()) == ("cuda", "GPU")
 
 
-def test_gpu_of_torch_for_rocm_has_other_visible_devices_and_the_same_lane(selected, monkeypatch):
+def test_gpu_of_torch_for_rocm_has_other_visible_devices_and_the_same_type(selected, monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "7.0")
     assert detect_device() is DEVICES["rocm"] is get_gpu()
-    assert (detect_lane(), get_device_resource()) == ("cuda", "GPU")
+    assert (detect_device_type(), get_device_resource()) == ("cuda", "GPU")
 
 
 def test_npu_is_refused_and_not_taken_for_a_cpu(monkeypatch):

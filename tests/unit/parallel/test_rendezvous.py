@@ -197,7 +197,7 @@ def serve_over_several_nodes(server: RendezvousServer) -> None:
 
 
 def serve_on_one_node(server: RendezvousServer) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by lane_arguments
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # of the workers' own groups, by build_device_arguments
     use_interface_towards(*address(server))
 
 

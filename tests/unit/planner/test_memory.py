@@ -398,8 +398,11 @@ def test_nodes_with_gpus_do_not_have_the_hardware_of_a_cpu():
         (["--hardware=-3"], "--hardware='-3'; allowed: a name, a file, or gigabytes above 0"),
         (["--imbalance=0.5"], "--imbalance=0.5; allowed: a number from 1"),
         (["--concurrency=-1"], "--concurrency=-1"),
-        (["--lane=tpu"], "--lane='tpu'"),
-        (["--lane=cuda", "--hardware=cpu"], "the device of --hardware='cpu' is 'cpu'; allowed:"),
+        (["--device-type=tpu"], "--device-type='tpu'"),
+        (
+            ["--device-type=cuda", "--hardware=cpu"],
+            "the device of --hardware='cpu' is 'cpu'; allowed:",
+        ),
         (["actor.layout.tp=3"], "actor.layout.tp=3"),
         (["actor.layut.tp=2"], "actor.layut"),
         (["rollout.engine.max_num_sequences=2"], "rollout.engine.max_num_sequences"),

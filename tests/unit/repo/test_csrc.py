@@ -35,7 +35,7 @@ def build(root: Path, folder: Path, **environment: str) -> subprocess.CompletedP
 
 
 def a_copy(folder: Path, *sources: str) -> Path:
-    """What setup.py reads, with these sources only."""
+    """Copy what setup.py reads, with these sources only."""
     folder.mkdir()
     for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)

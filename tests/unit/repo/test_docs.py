@@ -1,4 +1,4 @@
-"""What the pages say of the tree, the settings and the commands is true of the repository."""
+"""The pages are true: the tree, the settings and the commands that they name exist."""
 
 import doctest
 import importlib
@@ -111,7 +111,7 @@ def test_every_path_in_backticks_exists(page: Path):
 
 @each_page
 def test_every_setting_exists(page: Path):
-    """Of a table with settings of others, see test_other_frameworks.py."""
+    """For a table with settings of others see test_other_frameworks.py."""
     text = page.read_text()
     if page.name == "from_verl_and_trl.md":
         text = "\n".join(line.split("|")[3] for line in text.splitlines() if line.count("|") > 3)

@@ -1,4 +1,4 @@
-"""Which tests run when, and in which worker."""
+"""Choice of tests: when each runs, and in which worker."""
 
 from __future__ import annotations
 

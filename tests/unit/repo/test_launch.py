@@ -98,7 +98,7 @@ def test_a_dry_run_prints_every_command_and_starts_nothing():
 
 
 def test_a_dry_run_of_the_published_deepseek_v3_shows_nodes_gpus_and_the_weight_sync(tmp_path):
-    """Of its config.json, with the quantisation, and before there is any data."""
+    """Only its config.json is read, with the quantisation, before there is any data."""
     published = ROOT / "tests/unit/models/published/DeepSeek-V3.json"
     assert "quantization_config" in json.loads(published.read_text())
     shutil.copy(published, tmp_path / "config.json")
@@ -159,7 +159,7 @@ def test_a_script_that_cannot_start_says_what_it_needs(tmp_path, script, variabl
 
 
 def run_library(script: str, folder: Path, **variables: str) -> str:
-    """What bash prints of it behind slurm_lib.sh, with a scontrol that tells how it was called."""
+    """Return what bash prints behind slurm_lib.sh, with a scontrol that prints its arguments."""
     scontrol = folder / "scontrol"
     scontrol.write_text(f"#!/bin/sh\necho ExcNodeList='(null)'\necho $* >>{folder}/calls\n")
     scontrol.chmod(0o755)

@@ -1,4 +1,4 @@
-"""What launch scripts run, as --dry-run of each shows it, and what shows the logs of a job."""
+"""Commands of launch scripts, by --dry-run of each, and of what shows the logs of a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job of a launch script ends: what is queued again, and without which nodes."""
+"""Ends of a job of a launch script: what is queued again, and without which nodes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class LaunchedJob:
         return process
 
     def run(self, driver: str, **options: str) -> str:
-        """What it printed."""
+        """Return what it printed."""
         self.start(driver, **options).wait(100)
         return self.printed
 
@@ -200,7 +200,7 @@ def test_nodes_that_were_left_out_before_stay_so(job):
 
 
 def test_a_start_of_ray_that_ends_at_once_is_not_waited_for(job):
-    """As srun does that cannot create a step; nothing of it would join."""
+    """srun ends so if it cannot create a step; nothing of it would join."""
     hold = "echo srun: error: Unable to create step; exit 1"
     printed = job.run("exit 0", hold=hold, wait="exec sleep 1000")
     assert "no node runs Ray: what was to start it has ended, for the reason above" in printed

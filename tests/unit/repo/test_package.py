@@ -1,4 +1,4 @@
-"""What is built from the repository holds the linked folders, as files."""
+"""Packages built from the repository hold the linked folders, as files."""
 
 import os
 import shutil

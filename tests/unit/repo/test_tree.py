@@ -54,7 +54,7 @@ def test_every_package_folder_has_an_init() -> None:
 
 
 def is_registry(init: Path) -> bool:
-    """Whether the file holds nothing but imports of the modules beside it, and their `__all__`."""
+    """Return whether the file has only imports of the modules beside it, and their `__all__`."""
     parts = init.parent.relative_to(ROOT).parts
     package = ".".join(parts if parts[0] == "mcore_rl" else ("mcore_rl", *parts))
     modules = {path.stem for path in init.parent.glob("*.py")}
@@ -168,7 +168,7 @@ def test_only_registries_compare_the_name_of_a_backend() -> None:
 
 
 def test_every_load_by_transformers_refuses_code_of_the_folder() -> None:
-    """Without the flag transformers asks on standard input, where `yes |` answers."""
+    """transformers would ask on standard input, where `yes |` answers."""
     loads = {"from_pretrained", "from_config"}
     missing = []
     for source in ("mcore_rl", "benchmarks", "examples", "models"):

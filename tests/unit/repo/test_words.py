@@ -34,11 +34,19 @@ def test_plain_code_passes(tmp_path):
     assert list_complaints(tmp_path, GOOD) == []
 
 
-def test_of_tests_the_names_alone_are_checked(tmp_path):
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ('def test_sums(told):\n    """The sum of a batch."""\n', "the name 'told'"),
+        ('def test_sums():\n    """Of two batches."""\n', "the docstring 'Of two batches.'"),
+        ('def test_sums():\n    """As the engine does."""\n', "the docstring 'As the engine do"),
+    ],
+)
+def test_docstring_of_a_test_may_be_a_statement_but_no_fragment(tmp_path, source, named):
     folder = tmp_path / "tests"
     folder.mkdir()
-    [complaint] = list_complaints(folder, 'def test_sums(told):\n    """The sum of a batch."""\n')
-    assert complaint.startswith("the name 'told'")
+    [complaint] = list_complaints(folder, source)
+    assert complaint.startswith(named)
 
 
 @pytest.mark.parametrize(

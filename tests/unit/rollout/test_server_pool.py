@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -26,7 +25,7 @@ from mcore_rl.inference.protocol import DraftCounts, SamplingParams
 from mcore_rl.observability.timeline import TIMELINE
 from mcore_rl.rollout import server_pool
 from mcore_rl.rollout.manager import RolloutPool
-from mcore_rl.rollout.server_pool import ALL, COLLECT_ALL_S, POLL_S, ServerPool
+from mcore_rl.rollout.server_pool import COLLECT_ALL_S, POLL_S, ServerPool
 from mcore_rl.rollout.worker import RolloutWorker
 from tests.operations import growth
 
@@ -280,10 +279,9 @@ def test_servers_collect_their_share_and_wait_longer_the_more_there_are():
     for num, wait_s in ((1, COLLECT_ALL_S), (192, 6.0), (400, 10.0)):
         groups = [ServedGroup(number) for number in range(num)]
         pool = make_pool(*groups)
-        pool.begin(make_prompts(*range(num)), SAMPLING)
-        pool.collect("train", 0, ALL)
-        share = math.ceil(ALL / num)
-        assert {g.last("collect").args for g in groups} == {("train", wait_s, share)}
+        pool.begin(make_prompts(*range(3 * num)), SAMPLING)
+        pool.collect("train", 0, at_least=None)
+        assert {g.last("collect").args for g in groups} == {("train", wait_s, 3)}
 
 
 def count_collects(group: ServedGroup) -> int:
@@ -292,7 +290,7 @@ def count_collects(group: ServedGroup) -> int:
 
 @pytest.mark.parametrize(
     ("num", "at_least", "pause_s"),
-    [(32, ALL, 0.0), (192, ALL, 6.0), (400, ALL, 10.0), (192, 1, 2.0)],
+    [(32, None, 0.0), (192, None, 6.0), (400, None, 10.0), (192, 1, 2.0)],
 )
 def test_a_poll_leaves_many_servers_alone_for_as_long_as_a_call_may_wait(
     monkeypatch, num, at_least, pause_s
@@ -322,9 +320,9 @@ def test_a_poll_returns_samples_of_a_server_that_it_does_not_ask_again():
     groups = [ServedGroup(number) for number in range(40)]
     pool = make_pool(*groups)
     pool.begin(make_prompts(*range(80)), SAMPLING)
-    pool.poll("train", ALL)
+    pool.poll("train", at_least=None)
     groups[3].last("collect").answer(make_samples(0, 3))
-    assert summarize(pool.poll("train", ALL)) == [([3], {0})]
+    assert summarize(pool.poll("train", at_least=None)) == [([3], {0})]
     assert count_collects(groups[3]) == 1
     pool.collect("train", 0)  # a step waits for samples
     assert count_collects(groups[3]) == 2
@@ -380,7 +378,7 @@ def test_bytes_of_an_answer_are_limited_by_the_tokens_of_its_groups():
     pool = make_pool(group := ServedGroup(0))
     ids = Jagged.pack([[1] * num for num in (9, 1, 2, 4)], np.int64)
     pool.begin(Batch({"prompt_ids": ids, "group_ids": np.arange(4)}), SAMPLING)
-    for at_least, lengths in ((1, [9]), (2, [4, 2]), (ALL, [1, 2, 4])):
+    for at_least, lengths in ((1, [9]), (2, [4, 2]), (None, [1, 2, 4])):
         pool.collect("train", 0, at_least)
         assert group.may_make.pop() == sum(
             2 * (num + 3) * GENERATED_BYTES_PER_TOKEN for num in lengths

@@ -380,7 +380,7 @@ def test_the_model_runner_that_vllm_would_take_is_reported(
 ):
     spec = SimpleNamespace(origin=str(tmp_path / "triton/__init__.py")) if has_triton else None
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda _: spec)
-    monkeypatch.setattr(checks, "detect_lane", lambda: kind)
+    monkeypatch.setattr(checks, "detect_installed_extra", lambda: kind)
     monkeypatch.delenv(RUNNER, raising=False)
     if setting is not None:
         monkeypatch.setenv(RUNNER, setting)
@@ -396,7 +396,7 @@ def test_the_model_runner_that_vllm_would_take_is_reported(
 def test_a_model_runner_that_cannot_be_had_fails_before_a_server_does(
     monkeypatch, setting, has_triton, expected
 ):
-    monkeypatch.setattr(checks, "detect_lane", lambda: "gpu")
+    monkeypatch.setattr(checks, "detect_installed_extra", lambda: "gpu")
     monkeypatch.setattr(checks, "_has_triton", lambda _: has_triton)
     monkeypatch.setenv(RUNNER, setting)
     report = NodeReport("a")

@@ -140,10 +140,16 @@ def write_planned_run(folder: Path) -> Path:
 
 
 def plan_tensors(
-    folder: Path, capsys: pytest.CaptureFixture[str], lane: str, role: str, *options: str
+    folder: Path, capsys: pytest.CaptureFixture[str], device_type: str, role: str, *options: str
 ) -> dict[int, int]:
     """Return the bytes of tensors of each rank of a role, by `mcore-rl plan memory`."""
-    command = ["memory", f"recipe={folder / 'config.json'}", f"--lane={lane}", "--json", *options]
+    command = [
+        "memory",
+        f"recipe={folder / 'config.json'}",
+        f"--device-type={device_type}",
+        "--json",
+        *options,
+    ]
     assert plan.main(command) == 0
     most: dict[int, int] = {}
     for moment in json.loads(capsys.readouterr().out)["moments"]:

@@ -211,7 +211,7 @@ def test_hole_stays_where_no_neighbour_is_finite():
 
 
 def test_line_of_many_steps_is_thinned_in_its_figure(tmp_path):
-    """Of 12 points at most 10: the ends, and the extremes of each three between them."""
+    """12 points become at most 10: the ends, and the extremes of each three between them."""
     values = [3.0, 1.0, 2.0, 0.0, 9.0, 5.0, 7.0, 4.0, 4.5, 4.0, 4.0, 3.5]
     folder = write_run(tmp_path / "a", "sft", [{"loss": value} for value in values])
     [variant] = build_variants(folder, max_points=10)["training-loss"]
@@ -227,7 +227,7 @@ def test_stride_counts_from_the_last_point():
 
 
 def test_items_are_picked_at_equal_distances():
-    """Of 0 to 19 the multiples of 19 / 7, rounded."""
+    """The multiples of 19 / 7, rounded."""
     assert pick_evenly(range(20), 8) == [0, 3, 5, 8, 11, 14, 16, 19]
     assert pick_evenly(range(3), 3) == pick_evenly(range(3), 9) == [0, 1, 2]
     assert (pick_evenly(range(20), 2), pick_evenly(range(20), 1)) == ([0, 19], [19])
@@ -276,7 +276,7 @@ def test_time_split_has_zero_where_a_phase_did_not_run(tmp_path):
 
 
 def test_bars_of_many_steps_are_means_of_neighbours_and_the_last_of_those_that_are_left(tmp_path):
-    """Of 302 steps a bar is of three; the last is of steps 301 and 302."""
+    """302 steps: a bar is of three; the last is of steps 301 and 302."""
     rows: list[dict[str, float]] = [{"time/update_s": float(step)} for step in range(1, 303)]
     rows[4]["time/save_s"] = 6.0  # step 5, of the bar from step 4 on
     rows[301]["time/evaluate_s"] = 7.0
@@ -342,7 +342,7 @@ def test_timeline_has_bars_from_the_earliest_start_on(tmp_path):
 
 
 def test_timeline_of_many_roles_says_what_is_not_shown(tmp_path):
-    """Of 41 roles the driver and 31 others have rows."""
+    """41 roles: the driver and 31 others have rows."""
     spans = [TimeSpan(f"server {n:02}", "collect", 10.0 + n, 11.0 + n) for n in range(40)]
     spans.append(TimeSpan("server 39", "sleep", 9.0, 9.5))
     spans.append(TimeSpan("driver", "generate", 10.0, 20.0))
@@ -625,7 +625,7 @@ def test_ranks_of_a_server_share_its_experts_where_it_is_expert_parallel(tmp_pat
 
 
 def test_traffic_of_many_ranks_is_summed_over_neighbours(tmp_path):
-    """Of 257 servers of one rank, 86 rows: three ranks each, and the last of two."""
+    """257 servers of one rank, 86 rows: three ranks each, and the last of two."""
     folder, _ = write_rl_settings(tmp_path / "a", DENSE, num_servers=257)
     columns, rows, z = get_traffic(folder)
     size = 2 * (SPLIT + REPLICATED)

@@ -427,7 +427,7 @@ def test_a_group_that_was_begun_again_before_a_push_is_reported_before_it(tmp_pa
         died: int | None = None
 
         def die(self) -> None:
-            """When the trainer computes."""
+            """Die while the trainer computes."""
             if self.died is None and self.running:
                 self.died = min(self.running)
                 self.running[self.died] = (self.clock_s, self.running[self.died][1])

@@ -1,4 +1,4 @@
-"""When a run is saved and what is kept, with an actor that writes a few bytes for its engine."""
+"""Saves of a run and what is kept, with an actor that writes a few bytes for its engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a step of the quickstart moves through the driver, with all of its own code, but Ray.
+"""Bytes of a step of the quickstart through the driver, with all of its own code, but Ray.
 
 Two ranks of an actor and a server are in this process. What goes to them and what comes back is
 pickled as Ray does it, and counted.
@@ -255,7 +255,7 @@ def steps_of(
 
 
 def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, task, tmp_path):
-    """Of 512 samples 256 are trained on, in 2 mini-batches: nobody learns of the others."""
+    """256 of 512 samples are trained on, in 2 mini-batches: nobody learns of the others."""
     metrics = steps_of(ray, task, tmp_path)
     assert ray.num_trained == 2 * 256
     assert metrics["samples/passed"] == 0.5 and metrics["actor/metric_1"] == 0.5

@@ -116,7 +116,7 @@ class Run:
 
 
 def ages(run: Run) -> list[list[int]]:
-    """Of the tokens of each step, in versions: step k trains version k - 1."""
+    """Return the age of each step's tokens, in versions: step k trains version k - 1."""
     versions_by_step = [batch.jagged("weight_versions").values for batch in run.actor.updates]
     return [np.unique(step - versions).tolist() for step, versions in enumerate(versions_by_step)]
 
@@ -220,7 +220,7 @@ def test_groups_that_would_be_too_old_are_ended_before_the_push_and_begun_after_
 
 
 def test_a_run_that_goes_on_trains_each_prompt_once(tmp_path):
-    """What was begun and not trained on is begun again; the bound holds from the first step on."""
+    """Prompts begun and not trained on begin again; the bound holds from the first step on."""
     begun = Run(tmp_path / "begun", save_every=1)
 
     def stop(step, metrics):
@@ -292,7 +292,7 @@ def test_a_filter_that_rejects_all_ends_the_wait(tmp_path, if_short, message):
 
 
 def test_a_step_begins_as_many_groups_for_a_filter_as_max_rounds_says(tmp_path):
-    """Of groups one after the other, of which none passes."""
+    """Groups come one after the other, and none passes."""
     samples = FilterConfig(group_filter="drop_uniform", if_short="train", max_rounds=2)
     run = Run(tmp_path, filter=samples, num_steps=1, asynchronous={"max_groups": 1})
     samples_of = run.servers._samples

@@ -1,4 +1,4 @@
-"""What an update gets, and what a step and an evaluation tell, with a model of a table."""
+"""Inputs of an update, and metrics of a step and an evaluation, with a model of a table."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_a_loop_reports_each_step_with_its_times_and_its_rate():
 
 
 def test_the_error_of_a_held_out_loss_takes_the_tokens_of_a_row_together():
-    """As if each token had the value of its own and rows were clusters."""
+    """The standard error is that of tokens clustered by row."""
 
     class Scored(LocalGroup):
         def compute_log_probs(self, batch, temperature):

@@ -77,7 +77,7 @@ def test_each_loss_has_weights_of_its_own_and_the_policy_alone_is_corrected():
 
 
 def test_an_unbiased_kl_has_the_gradient_of_the_kl_to_the_reference():
-    """Of r k3 by log pi, with r = pi / pi_server: r (log pi - log pi_ref), in expectation it."""
+    """d(r k3) / d log pi = r (log pi - log pi_ref), r = pi / pi_server: the KL's on average."""
     log_probs = LOG_PROBS.clone().requires_grad_()
     columns = {"rollout_log_probs": LOG_PROBS - 0.25, "kl_weights": torch.ones(3)}
     config = AlgorithmConfig(kl_coef=1.0, correction=CorrectionConfig(unbiased_kl=True))

@@ -259,7 +259,7 @@ def test_parts_that_no_sample_got_are_no_metric():
 
 
 def test_turns_are_counted_a_trajectory_and_not_a_sample():
-    """Of three trajectories the first has two samples; its reward stands in both."""
+    """The first of three trajectories has two samples; its reward stands in both."""
     batch = (
         build_rewarded_batch()
         .take([0, 1, 2, 4])

@@ -1,4 +1,4 @@
-"""What the loop over examples tells while it goes on."""
+"""Messages and metrics of the loop over examples while it runs."""
 
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.sample import Sample

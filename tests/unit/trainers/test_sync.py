@@ -65,7 +65,7 @@ class Servers:
     def follow_desired(self): ...
 
     def take(self, num):
-        """As the prompts of a run, too."""
+        """Return no prompts."""
         return None
 
     def generate(self, prompts, n, *, is_greedy=False):
@@ -381,7 +381,7 @@ def test_a_step_of_which_no_group_passes_is_reported_and_its_samples_are_shown(t
 def test_a_short_step_is_reported_unless_the_filter_is_meant_to_leave_groups_out(
     tmp_path, capsys, num_passing, max_rounds, is_reported, summary
 ):
-    """Of three prompts. Only several rounds are there to fill a step."""
+    """Three prompts. Only several rounds are there to fill a step."""
     rewards = np.array([1.0, 0, 1, 0, 1, 0], np.float32)
     rewards[2 * num_passing :] = 0
     samples = FilterConfig(group_filter="drop_uniform", max_rounds=max_rounds)

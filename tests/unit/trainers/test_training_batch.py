@@ -494,7 +494,7 @@ def test_mini_batches_are_never_empty():
 
 
 def test_a_metric_is_weighted_by_the_tokens_of_its_own_loss():
-    """Where it has none of its own, by those of the policy's; over the steps that have it."""
+    """`mine` has no weights of its own: it takes the policy's, over the steps that have it."""
     first = StepMetrics({"entropy": 1.0, "mine": 1.0}, {"loss_weights": 1, "kl_weights": 9}, 10)
     second = StepMetrics(
         {"entropy": 2.0, "mine": 2.0, "reference_kl": 5.0},
