@@ -625,7 +625,7 @@ class Attempt:
         servers.mark_started()
         sync = connect(config, models["actor"], servers, 0)
         keeps = config.trainer.mode == "fully_async"
-        return DeviceSharing(config.placement, models, servers, sync, keeps)
+        return DeviceSharing(self.plan.pool_names, models, servers, sync, keeps)
 
     def _draw_desired(self) -> set[int]:
         num = self.scenario.config.rollout.num_servers

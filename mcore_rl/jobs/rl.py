@@ -374,7 +374,7 @@ def _start_models(
         servers.connect_models(frozen_servers.build_addresses(gather_results(starting)))
     sync = connect(config, models[ACTOR], servers, disk_space.compute_weight_bytes(config))
     keeps_requests = plan.loop == "fully_async"
-    return DeviceSharing(config.placement, models, servers, sync, keeps_requests)
+    return DeviceSharing(plan.pool_names, models, servers, sync, keeps_requests)
 
 
 @contextlib.contextmanager

@@ -162,6 +162,12 @@ class RunPlan:
         return next(pool for pool in self.pools if pool.name == part.pool)
 
     @property
+    def pool_names(self) -> dict[str, str]:
+        """Name of the pool of each role, and of the servers."""
+        roles = {role.name: role.pool for role in self.roles}
+        return roles | {servers.name: servers.pool for servers in self.servers}
+
+    @property
     def num_devices(self) -> int:
         return sum(pool.num_devices for pool in self.pools)
 

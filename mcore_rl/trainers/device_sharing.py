@@ -13,11 +13,9 @@ Roles with their own devices stay on them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import are_colocated
-from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.rollout.server_pool import NoServersError, ServerPool
@@ -31,7 +29,7 @@ class DeviceSharing:
 
     def __init__(
         self,
-        placement: PlacementConfig,
+        pools: Mapping[str, str],
         models: Mapping[str, RankGroup],
         servers: ServerPool,
         weight_sync: WeightSync,
@@ -40,14 +38,15 @@ class DeviceSharing:
         """Begin with awake servers (they may wait for weights), and models off shared devices.
 
         Args:
+            pools: Pool of devices of each role, and of ROLLOUT.
             models: Workers by role: the actor and, if the run has them, reference, critic,
                 reward_model, teacher.NAME. A LoRA actor is its own reference.
             keeps_requests: Whether servers that are put to sleep have unfinished requests, which
                 go on when they are awake.
         """
-        self.placement, self.models, self.servers = placement, models, servers
+        self._pools, self.models, self.servers = pools, models, servers
         self.weight_sync, self._keeps_requests = weight_sync, keeps_requests
-        self._has_sleeping_servers = servers_sleep(placement, models)
+        self._has_sleeping_servers = any(self._is_shared(role, ROLLOUT) for role in models)
         self._resident = [ROLLOUT]  # roles with weights on their devices
 
     @property
@@ -77,7 +76,7 @@ class DeviceSharing:
         The actor leaves devices that it shares with servers.
         """
         self.servers.follow_desired()
-        is_shared = are_colocated(self.placement, "actor", ROLLOUT)
+        is_shared = self._is_shared("actor", ROLLOUT)
         self.offload_rollout()  # when weights are sent again, servers have the devices still
         self.use("actor")
         if self._has_sleeping_servers:
@@ -129,8 +128,12 @@ class DeviceSharing:
     def _offload_others(self, role: str, except_role: str = "") -> None:
         """Offload the roles that share devices with `role`, except one."""
         for other in [*self._resident]:
-            if other not in (role, except_role) and are_colocated(self.placement, role, other):
+            if other not in (role, except_role) and self._is_shared(role, other):
                 self._offload(other)
+
+    def _is_shared(self, role: str, other: str) -> bool:
+        """Return whether two roles share devices."""
+        return self._pools[role] == self._pools[other]
 
     def _offload(self, role: str) -> None:
         """Move a model to the host, or put the servers to sleep."""
@@ -156,14 +159,3 @@ class ExclusiveDevices:
 
     def update_weights(self, version: int) -> None:
         """Do nothing: there are no servers."""
-
-
-def servers_sleep(placement: PlacementConfig, models: Collection[str]) -> bool:
-    """Return whether servers share devices with one of the roles `models`, and so have to sleep."""
-    return any(are_colocated(placement, ROLLOUT, role) for role in models)
-
-
-def shares_devices(placement: PlacementConfig, role: str, models: Collection[str]) -> bool:
-    """Return whether the engine of a role is offloaded for servers or others of `models`."""
-    other_roles = {*models, ROLLOUT} - {role}
-    return any(are_colocated(placement, role, other) for other in other_roles)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import get_loop, resolve, resolve_for_lane
+from mcore_rl.config.resolve import resolve, resolve_for_lane
 from mcore_rl.config.schema import Layout, RLConfig, SampleLogConfig
 from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.process_cleanup import StopSignals
@@ -255,7 +255,8 @@ def _start(
     stack: contextlib.ExitStack,
 ) -> DeviceSharing:
     """Start the actor and the servers as a job does, and connect them."""
-    shared = plan_run(config).servers_sleep
+    plan = plan_run(config)
+    shared = plan.servers_sleep
     restarts: dict[int, int] = {}
 
     def start_server(number: int) -> SimulatedGroup:
@@ -289,5 +290,5 @@ def _start(
     gather_results(servers.submit_start())
     servers.mark_started()
     sync = connect(config, actor, servers, 0)
-    keeps_requests = get_loop(config.trainer) == "fully_async"
-    return DeviceSharing(config.placement, {"actor": actor}, servers, sync, keeps_requests)
+    keeps_requests = plan.loop == "fully_async"
+    return DeviceSharing(plan.pool_names, {"actor": actor}, servers, sync, keeps_requests)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.trainers.device_sharing import DeviceSharing
@@ -54,8 +53,9 @@ def share_devices(placement: dict[str, str], calls: list[str], *roles: str) -> D
     """Models of these roles and servers, which share one pool unless `placement` has them apart."""
     servers: Any = Group("servers", calls)
     models: Any = {role: Group(role, calls) for role in roles}
-    settings = PlacementConfig(**{"rollout": "shared"} | placement)
-    return DeviceSharing(settings, models, servers, servers)
+    pools = {role: placement.get(role, "shared") for role in (*roles, "rollout")}
+    pools = {role: role if pool == "own" else pool for role, pool in pools.items()}
+    return DeviceSharing(pools, models, servers, servers)
 
 
 def run_step(has_reference: bool, **placement: str) -> list[str]:

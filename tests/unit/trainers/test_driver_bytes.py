@@ -32,6 +32,7 @@ from mcore_rl.engine.base import ScoredStep
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.inference.protocol import Completion, SamplingParams
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.rollout.server_pool import ServerPool
 from mcore_rl.rollout.weight_updater import TransportSync
 from mcore_rl.rollout.worker import (
@@ -242,7 +243,7 @@ def steps_of(
         actor, servers, Timeout(60, "weight_sync.timeout_s"), config.rollout, config.weight_sync,
         _connected=servers.membership,
     )  # fmt: skip
-    devices = DeviceSharing(config.placement, {"actor": actor}, servers, sync)
+    devices = DeviceSharing(plan_run(config).pool_names, {"actor": actor}, servers, sync)
     prompts = PromptDataset(load_prompts(task.train_file, config.data, tokenizer))
     last_metrics: dict[str, float] = {}
     with ThreadPoolExecutor(1) as thread:

@@ -29,6 +29,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.observability.activity import Stopwatch
 from mcore_rl.rollout.buffer import GroupState
 from mcore_rl.trainers.device_sharing import DeviceSharing
@@ -93,7 +94,7 @@ class Run:
         resolve(config)
         self.config = config = resolve_for_lane(config, "cpu")
         devices = DeviceSharing(
-            config.placement, {"actor": self.actor}, self.servers, self.servers, True
+            plan_run(config).pool_names, {"actor": self.actor}, self.servers, self.servers, True
         )
         self.stop = StopSignals()
         self.trainer = build_trainer(config, folder, devices, stop=self.stop)

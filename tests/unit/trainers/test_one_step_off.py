@@ -26,6 +26,7 @@ from mcore_rl.config.schema import (
 from mcore_rl.controller.pending_call import WorkerError
 from mcore_rl.controller.process_cleanup import RunStopped, StopSignals
 from mcore_rl.data.batch import Batch, Jagged
+from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.rollout.server_pool import NoServersError
 from mcore_rl.trainers.device_sharing import DeviceSharing
 from mcore_rl.trainers.policy_checks import PolicyMismatchError
@@ -155,7 +156,8 @@ class Run:
         self.config = config = resolve_for_lane(config, "cpu")
         self.servers = Servers()
         self.actor = Policy(self.servers)
-        devices = DeviceSharing(config.placement, {"actor": self.actor}, self.servers, self.servers)
+        pools = plan_run(config).pool_names
+        devices = DeviceSharing(pools, {"actor": self.actor}, self.servers, self.servers)
         self.thread, self.stop = ThreadPoolExecutor(1), StopSignals()
         self.trainer = build_trainer(config, folder, devices, thread=self.thread, stop=self.stop)
 
@@ -333,10 +335,10 @@ def test_a_step_whose_last_server_has_died_is_generated_after_the_push(
     run = Run(tmp_path, **settings)
     collect = run.servers.collect
 
-    def collect_or_die(*args):
+    def collect_or_die(*args, **options):
         if run.servers.num_requests == fails_at and not run.servers.abandoned:
             raise NoServersError("rollout: no server is left")
-        return collect(*args)
+        return collect(*args, **options)
 
     run.servers.collect = collect_or_die
     run.train()

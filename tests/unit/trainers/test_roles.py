@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import AlgorithmConfig, CriticConfig, RLConfig
 from mcore_rl.controller.remote_batch import is_part_column
 from mcore_rl.data.batch import Batch, Jagged
@@ -314,7 +313,8 @@ def build_responses() -> Batch:
 
 def build_devices(config: RLConfig, models: Mapping[str, Any]) -> DeviceSharing:
     servers: Any = Servers()
-    return DeviceSharing(resolve_placement(config), models, servers, servers)
+    pools = dict.fromkeys([*models, "rollout"], "shared")
+    return DeviceSharing(pools, models, servers, servers)
 
 
 def build_teachers(config: RLConfig) -> Teachers:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -119,7 +118,8 @@ def one_step_of(
     config.rollout.temperature, config.critic.warmup_steps = 0.7, warmup_steps
     config.algorithm, config.reward.on_error = AlgorithmConfig(**settings), on_error
     servers = Servers(answered() if made is None else made)
-    devices = DeviceSharing(resolve_placement(config), models, servers, servers)
+    pools = dict.fromkeys([*models, "rollout"], "shared")
+    devices = DeviceSharing(pools, models, servers, servers)
     trainer = build_trainer(config, tmp_path, devices, sample_log=tables)
     trainer.sampler = StepSampler(config, servers, servers, trainer.replay)
     trainer.run(lambda step, metrics: REPORTED.update(metrics))
