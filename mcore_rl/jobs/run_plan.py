@@ -250,17 +250,26 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
         images_folder=get_images_folder(config.data, config.output_dir),
     )
 
-    def build(name: str, key: str, task: str, path: str = "", **changes: Any) -> Role:
+    def build(
+        name: str,
+        key: str,
+        task: str,
+        *,
+        path: str = "",
+        beside: str = "",
+        model_type: str = "language_model",
+        **changes: Any,
+    ) -> Role:
+        """Build a frozen role; one `beside` another is on that one's devices."""
         model = replace(config.model, path=path or config.model.path)
-        return Role(
-            name, key, task, _name_pool(config, name), replace(spec, model=model, **changes)
-        )
+        pool = _name_pool(config, beside or name)
+        return Role(name, key, task, pool, replace(spec, model=model, **changes), model_type)
 
     algorithm, num_steps = config.algorithm, config.trainer.num_steps
     has_critic = "values" in get_needs(ADVANTAGES[algorithm.advantage])
     if warm_steps := config.warm_start.num_steps:
-        engine = _build_warm_engine(config)
-        role = build(WARM_START, WARM_START, "supervised training", engine=engine)
+        engine, task = _build_warm_engine(config), "supervised training"
+        role = build(WARM_START, WARM_START, task, beside=ACTOR, engine=engine)
         yield role.as_trained(warm_steps, lambda: negative_log_likelihood)
     # While only the critic trains, the actor takes no steps; its schedule has at least one.
     skipped = config.critic.warmup_steps if has_critic else 0
@@ -273,15 +282,14 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
     if has_reference_model(config):
         yield build(REFERENCE, ACTOR, "log-probs for the KL", engine=_freeze(config.actor))
     if has_critic:
-        critic, clip = config.critic, ValueClipSettings(config.critic.clip_range)
-        role = build(CRITIC, CRITIC, "values, updates", critic.model_path, engine=critic)
-        role = replace(role, model_type="value_model")
+        path, clip = config.critic.model_path, ValueClipSettings(config.critic.clip_range)
+        kind, engine = "value_model", config.critic
+        role = build(CRITIC, CRITIC, "values, updates", path=path, model_type=kind, engine=engine)
         num_updates = num_steps * algorithm.num_mini_batches
         yield role.as_trained(num_updates, lambda: partial(value_clip, settings=clip))
     if path := config.reward_model.model_path:
-        engine, task = config.reward_model, "scores of responses"
-        role = build(REWARD_MODEL, REWARD_MODEL, task, path, engine=engine)
-        yield replace(role, model_type="reward_model")
+        task, kind, engine = "scores of responses", "reward_model", config.reward_model
+        yield build(REWARD_MODEL, REWARD_MODEL, task, path=path, model_type=kind, engine=engine)
     distillation = algorithm.distillation
     top_k = distillation.top_k if distillation.loss in TOP_TOKEN_LOSSES else 0
     for name, teacher in build_teachers(config.teacher).items():
@@ -289,7 +297,7 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
             f"{TEACHER}{name}",
             f"teacher.models.{name}",
             "log-probs to learn from",
-            teacher.model_path,
+            path=teacher.model_path,
             engine=teacher.engine,
             num_top_log_probs=top_k,
         )
@@ -329,9 +337,8 @@ def _list_servers(config: RLConfig, models: dict[str, ServedModel]) -> Iterator[
 
 def _name_pool(config: RLConfig, role: str) -> str:
     """Return the name of a role's pool; a pool of one role has the role's name."""
-    owner = ACTOR if role == WARM_START else role  # which runs on the actor's devices before it
-    pool = get_pool(config.placement, owner)
-    return owner if pool == OWN_POOL else f"{pool} pool"
+    pool = get_pool(config.placement, role)
+    return role if pool == OWN_POOL else f"{pool} pool"
 
 
 def _build_pools(roles: Sequence[Role], servers: Sequence[Servers]) -> tuple[Pool, ...]:
