@@ -80,7 +80,7 @@ class Role:
     def is_trained(self) -> bool:
         return self.build_loss is not None
 
-    def as_trained(self, num_steps: int, build_loss: Callable[[], LossFunction]) -> Role:
+    def make_trainable(self, num_steps: int, build_loss: Callable[[], LossFunction]) -> Role:
         """Return the role as one that is trained for a number of optimizer steps."""
         spec = replace(self.spec, total_steps=num_steps)
         return replace(self, spec=spec, build_loss=build_loss)
@@ -173,7 +173,7 @@ class RunPlan:
 
     @property
     def servers_sleep(self) -> bool:
-        """Whether the policy's servers leave their devices to other roles."""
+        """Return whether the policy's servers leave their devices to other roles."""
         return len(self.get_pool(ROLLOUT).roles) > 1
 
     def takes_turns(self, role: str) -> bool:
@@ -214,7 +214,7 @@ def plan_supervised(config: TrainConfig) -> RunPlan:
     loss = negative_log_likelihood if isinstance(config, SFTConfig) else linear_in_scores
     kind = "reward_model" if isinstance(config, RMConfig) else "language_model"
     model = Role(MODEL, "engine", "updates", MODEL, spec, kind)
-    roles = [model.as_trained(config.trainer.num_steps, lambda: loss)]
+    roles = [model.make_trainable(config.trainer.num_steps, lambda: loss)]
     if has_reference_model(config):
         pool = REFERENCE if has_own_pool else MODEL
         spec = replace(spec, engine=_freeze(config.engine))
@@ -270,12 +270,12 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
     if warm_steps := config.warm_start.num_steps:
         engine, task = _build_warm_engine(config), "supervised training"
         role = build(WARM_START, WARM_START, task, beside=ACTOR, engine=engine)
-        yield role.as_trained(warm_steps, lambda: negative_log_likelihood)
+        yield role.make_trainable(warm_steps, lambda: negative_log_likelihood)
     # While only the critic trains, the actor takes no steps; its schedule has at least one.
     skipped = config.critic.warmup_steps if has_critic else 0
     squares = reads_squares(algorithm)
     role = build(ACTOR, ACTOR, "log-probs, updates", with_sum_pi_squared=squares)
-    yield role.as_trained(
+    yield role.make_trainable(
         max(num_steps - skipped, 1) * algorithm.num_mini_batches,
         lambda: load_trainer(config.trainer.mode).build_loss(config),
     )
@@ -286,7 +286,7 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
         kind, engine = "value_model", config.critic
         role = build(CRITIC, CRITIC, "values, updates", path=path, model_type=kind, engine=engine)
         num_updates = num_steps * algorithm.num_mini_batches
-        yield role.as_trained(num_updates, lambda: partial(value_clip, settings=clip))
+        yield role.make_trainable(num_updates, lambda: partial(value_clip, settings=clip))
     if path := config.reward_model.model_path:
         task, kind, engine = "scores of responses", "reward_model", config.reward_model
         yield build(REWARD_MODEL, REWARD_MODEL, task, path=path, model_type=kind, engine=engine)
@@ -354,8 +354,8 @@ def _build_pools(roles: Sequence[Role], servers: Sequence[Servers]) -> tuple[Poo
     pools = []
     for name, shared in members.items():
         names = tuple(part.name for part in shared if part.name != WARM_START)
-        [first, *others] = shared
-        if isinstance(first, Servers) and not others:
+        first = shared[0]
+        if isinstance(first, Servers) and len(shared) == 1:
             per_bundle = first.settings.workers_per_node
             pools.append(Pool(name, names, first.num_workers // per_bundle, per_bundle))
         else:

@@ -25,7 +25,7 @@ from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan, Moment, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
-from tests.unit.jobs.test_dry_run import dry_run
+from tests.unit.planner.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
 PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"

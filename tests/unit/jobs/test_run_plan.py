@@ -1,4 +1,4 @@
-"""What a run starts, worked out by hand from its settings."""
+"""Plans of runs, worked out by hand from their settings."""
 
 from __future__ import annotations
 

@@ -43,11 +43,11 @@ def test_a_critic_has_the_sizes_of_the_model_that_it_begins_with(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL | {"num_hidden_layers": 20}))
     config = test_memory.build_config(Layout())
     config.algorithm.advantage, config.critic.layout = "gae", Layout()
-    own, step = plan(config)["critic"].stages[0].parameters, predict(config)
+    size, step = plan(config)["critic"].stages[0].parameters, predict(config)
     head = 4096 + 1  # of one label, with a bias
-    assert own == 36 * LAYER + VOCABULARY + 4096 + head
+    assert size == 36 * LAYER + VOCABULARY + 4096 + head
     config.critic.model_path = str(tmp_path)
-    assert plan(config)["critic"].stages[0].parameters == own - 16 * LAYER
+    assert plan(config)["critic"].stages[0].parameters == size - 16 * LAYER
     # In proportion to its matrices, all but the embedding: of 20 layers, not of 36.
     assert predict(config).values_s == pytest.approx(step.values_s * 20 / 36, rel=0.05)
 
