@@ -220,7 +220,7 @@ def _build_micro_batch(
     # Padding comes after the tokens of a sequence, where a causal model never looks. The last
     # sequence is padded further, to the size of the pack.
     padded = [split.pad_length(len(p) + len(r)) for p, r in zip(prompts, responses, strict=True)]
-    padded = padded or [0]
+    padded = padded or [0]  # without rows all of the pack is padding
     padded[-1] += size - sum(padded)
     starts = np.cumsum([0, *padded])
     ids = np.zeros(starts[-1], dtype=np.int64)

@@ -213,7 +213,7 @@ class ShardSender:
                 # Descriptors travel beside at least one byte; on a GPU there are none.
                 socket.send_fds(connection.sock, [b"\0"], memory.descriptors)
                 connection.read_expected("mapped", "waiting for the buckets to be mapped")
-            memory.finish_writes()
+            memory.finish_writes()  # the other process reads without a stream of this one
             doing = f"bucket {count}"
             slices = [_describe_slice(received, bucket.memory) for received in bucket]
             connection.send(
