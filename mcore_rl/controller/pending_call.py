@@ -240,6 +240,7 @@ def gather_results[T](calls: Sequence[PendingCall[T]], timeout: Timeout | None =
         _collect_replies(calls, timeout.seconds, mildest=FailureKind.BLAMED)
     if any(call._failures for call in calls):
         if not any(call.group.end_reason for call in calls):
+            # The error may come of a death that is noticed only later: wait for that for a moment.
             _collect_replies(calls, _get_grace_s(calls), mildest=FailureKind.DIED)
         raise _end_by_failure(calls)
     if any(call._waiting for call in calls):
@@ -293,6 +294,7 @@ def wait_for_survivors(
             deaths |= _end_silent_groups(calls, expendable, deaths, timeout)
             if is_first and on_death is not None:
                 on_death()
+            # The others may have waited for those that have just ended.
             deadline = time.monotonic() + NODE_GRACE_S
     if kinds == {FailureKind.BLAMED} or not kinds <= {FailureKind.DIED, FailureKind.BLAMED}:
         raise _end_by_failure(calls)
@@ -406,6 +408,7 @@ def _end_silent_groups(
 def _end_by_failure(calls: Sequence[PendingCall[Any]]) -> Exception:
     """End the groups with failures; return the error of the likeliest cause."""
     failed = [(call, *failure) for call in calls for failure in call._failures]
+    # By kind, then by time: the lowest kind is the likeliest cause of the others.
     call, _, _, rank, failure = min(failed, key=lambda entry: entry[1:3])
     error = call._to_error(rank, failure)
     for call, *_ in failed:

@@ -103,7 +103,7 @@ class ResourcePool:
     def reserve(self, share: float, ranks: range, group: str) -> None:
         """Take a share of the bundles of these ranks for a group, or raise ConfigError."""
         left = min(self._free[rank] for rank in ranks)
-        if not 0 < share <= left + 1e-9:
+        if not 0 < share <= left + 1e-9:  # shares such as 1/3 do not add up to 1 exactly
             raise ConfigError(
                 f"{group} asks for a share of {share:g} of a pool; it must be above 0 and at most "
                 f"what other groups have left, {left:g}"
@@ -118,6 +118,7 @@ class ResourcePool:
 
     def get_actor_options(self, share: float) -> dict[str, Any]:
         """Return Ray's options for an actor that takes this share of its bundle."""
+        # Ray has options of their own for CPUs and GPUs, and refuses them among `resources`.
         resources = {name: amount * share for name, amount in self.resources_per_rank.items()}
         cpus, gpus = resources.pop("CPU", 0), resources.pop("GPU", 0)
         return {"num_cpus": cpus, "num_gpus": gpus, "resources": resources}
@@ -132,7 +133,7 @@ class ResourcePool:
             ).remote()
             for index in self.bundles
         ]
-        futures = [call.future() for call in calls]
+        futures = [call.future() for call in calls]  # of concurrent.futures: one wait for all
         wait(futures, timeout=timeout_s)
         return [",".join(future.result(timeout=0)) for future in futures]
 

@@ -147,6 +147,7 @@ class TorchrunRanks:
     def _send(self, message: dict[str, Any]) -> None:
         self._begin(message)
         data = _serialize(message)
+        # The size first: the others have to allocate the tensor that a broadcast fills.
         c10d.broadcast(torch.tensor([len(data)]), 0, group=self._calls)
         c10d.broadcast(data, 0, group=self._calls)
 
@@ -177,6 +178,7 @@ class TorchrunRanks:
         data = _serialize(_pack(value))
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.mesh.world_size)]
         c10d.all_gather(sizes, torch.tensor([len(data)]), group=self._calls)
+        # `gather` takes tensors of one size.
         padded = torch.zeros(max(map(int, sizes)), dtype=torch.uint8)
         padded[: len(data)] = data
         gathered = [torch.empty_like(padded) for _ in sizes] if get_rank() == 0 else None
@@ -190,6 +192,7 @@ class TorchrunRanks:
         """Wait until all ranks have done their parts."""
         timeout = timedelta(seconds=self._timeout_s)
         try:
+            # wait_all_ranks: the error names all late ranks, not only the first.
             c10d.monitored_barrier(self._calls, timeout, wait_all_ranks=True)
         except RuntimeError as error:
             reason = " ".join(str(error).split())

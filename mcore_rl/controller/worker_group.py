@@ -154,7 +154,7 @@ class WorkerGroup:
         infos = _call_detached(name, actors, "get_info", timeout)
 
         def give_back() -> None:
-            if ray.is_initialized():
+            if ray.is_initialized():  # else the driver has shut Ray down first
                 remove_placement_group(pool)
 
         group = cls.__new__(cls)
@@ -305,8 +305,11 @@ class WorkerGroup:
 
     def _build(self, spec: WorkerSpec) -> None:
         """Start to build the workers, whose rendezvous is on the node of rank 0."""
+        # Before `build`, whose errors name host and stderr of a rank.
         infos = {actor.get_info.remote(): rank for rank, actor in enumerate(self._actors)}
+        # Its reply is an argument of `build`, which Ray resolves: the driver does not wait for it.
         rendezvous = self._actors[0].open_rendezvous.remote()
+        # Once for all ranks, and pickled here: `build` unpickles it where its errors are caught.
         stored = ray.put(ray.cloudpickle.dumps(spec))
         built = {
             actor.build.remote(rendezvous, stored): rank for rank, actor in enumerate(self._actors)
@@ -422,7 +425,7 @@ def end_detached_group(name: str) -> None:
     Raises:
         ConfigError: there is none of that name.
     """
-    remove_placement_group(_get_detached_pool(name))
+    remove_placement_group(_get_detached_pool(name))  # Ray kills the actors in its bundles
 
 
 def _get_actor_name(group: str, rank: int) -> str:

@@ -156,7 +156,7 @@ class WorkerProcess:
             prepare_compilers()
             if self._worker is not None:
                 self._worker.close()
-                self._worker = None
+                self._worker = None  # its memory is free before the next worker takes any
             with exempt_imports_from_gc():  # of torch and of the engine
                 worker_class, args, kwargs = ray.cloudpickle.loads(spec)
                 self._worker = worker_class(*args, **kwargs)

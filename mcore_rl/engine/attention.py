@@ -157,5 +157,6 @@ def _attend_plainly(
     if sinks is not None:
         logits = torch.cat([logits, sinks.view(1, -1, 1, 1).expand(*logits.shape[:3], 1)], -1)
     wide = torch.promote_types(logits.dtype, torch.float32)
+    # A sink takes its share of the sum and has no value, so its column is dropped.
     weights = logits.softmax(-1, dtype=wide)[..., :length].to(v.dtype)
     return (weights @ v).transpose(1, 2)

@@ -182,6 +182,7 @@ def compute_pack_sizes(batch: Batch, parts: Parts, split: PackSplit) -> list[int
     lengths = batch.num_tokens
     loads = [sum(split.pad_length(int(lengths[row])) for row in rows) for rows in parts]
     multiple = split.pack_multiple
+    # At least one multiple: a part without rows is a pack of padding.
     return [max(-(-load // multiple), 1) * multiple for load in loads]
 
 
@@ -219,7 +220,7 @@ def _build_micro_batch(
     # Padding comes after the tokens of a sequence, where a causal model never looks. The last
     # sequence is padded further, to the size of the pack.
     padded = [split.pad_length(len(p) + len(r)) for p, r in zip(prompts, responses, strict=True)]
-    padded = padded or [0]
+    padded = padded or [0]  # without rows all of the pack is padding
     padded[-1] += size - sum(padded)
     starts = np.cumsum([0, *padded])
     ids = np.zeros(starts[-1], dtype=np.int64)
@@ -232,6 +233,7 @@ def _build_micro_batch(
         scored, end = start + len(prompt), start + len(prompt) + len(response)
         ids[start:scored], ids[scored:end] = prompt, response
         token_indices[start:end] = first + np.arange(end - start)
+        # The state of a token scores the next one: from the last of the prompt to the last but one.
         states.append(np.arange(scored - 1, end - 1))
     rank_rows = split.get_rows(padded)
     local_rows = np.full(starts[-1], -1, dtype=np.int64)  # by row of the pack; -1: not on this rank

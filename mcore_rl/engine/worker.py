@@ -180,7 +180,7 @@ class ModelWorker:
 
     def _onload_weights(self) -> None:
         """Bring the weights alone back, for a call that only reads them."""
-        if self._is_offloaded:
+        if self._is_offloaded:  # and still is: the next `_onload` brings the rest
             self._engine.to("device", optimizer=False, grad=False)
 
     @register(dispatch_mode=Dispatch.MINI_BATCHES)

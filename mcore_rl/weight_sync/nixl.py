@@ -89,7 +89,7 @@ class NixlTransport(ExchangeTransport):
             del self._notices[key]
         messages = _NixlMessages(self._agent, self._peers, update, self._notices, self._timeout_s)
         yield messages
-        messages.progress(0)
+        messages.progress(0)  # the last notices leave only while NIXL is called
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
         start, self._used = self._used, self._used + num_bytes
@@ -148,10 +148,10 @@ class _NixlMessages:
             **asdict(self._update),
             "bucket": bucket,
             "address": data.data_ptr(),
-            "device": max(data.get_device(), 0),
+            "device": max(data.get_device(), 0),  # torch says -1 for the CPU
             "checksums": checksums[0] if checksums else [],
         }
-        _synchronize(data.device)
+        _synchronize(data.device)  # the peer's read does not wait for streams of this device
         self._agent.send_notif(str(peer), json.dumps(notice).encode())
         self.sent_bytes += data.numel()
 

@@ -64,7 +64,7 @@ class ProcessGroupTransport(ExchangeTransport):
             mesh_s = timeout_s if device.type == "cuda" else min(_MESH_S, timeout_s)
             self._group = _create_group(store, rank, spec.world_size, device, mesh_s)
             self._transport = GroupTransport(self._group, timeout_s, device)
-            self._group.set_timeout(timedelta(seconds=timeout_s))
+            self._group.set_timeout(timedelta(seconds=timeout_s))  # no longer that of connecting
         except RuntimeError as error:
             raise StreamError(f"rank {rank} of the weights' group: {error}") from error
 
@@ -90,6 +90,7 @@ class ProcessGroupTransport(ExchangeTransport):
     def _check_update(self, update: WeightUpdate) -> None:
         """Raise StreamError unless every rank is at the same update."""
         group = self._group  # keeps it alive: its end, in `close`, would wait for the work
+        # A collective takes messages of one size; JSON ignores blanks at the end.
         encoded = json.dumps(asdict(update)).encode().ljust(_UPDATE_BYTES)
         sent = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(self._device)
         received = [torch.empty_like(sent) for _ in range(group.size())]

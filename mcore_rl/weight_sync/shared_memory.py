@@ -174,7 +174,7 @@ class ShardSender:
         self._is_lost = is_lost or (lambda: False)
         name = f"mcore_rl-weights-{secrets.token_hex(16)}"
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(f"\0{name}")
+        self._listener.bind(f"\0{name}")  # an abstract name: nothing to unlink after a crash
         self._listener.listen()
         self.endpoint = ShardEndpoint(name, secrets.token_hex(32), timeout_s, generation_rank)
 
@@ -208,11 +208,12 @@ class ShardSender:
         """Send each bucket when the receiver has placed the one before; return their number."""
         count = 0
         for bucket in buckets:
-            if not count:
+            if not count:  # the exchange allocates its memory before that
                 connection.send({"kind": "memory", "buckets": memory.describe()})
+                # Descriptors travel beside at least one byte; on a GPU there are none.
                 socket.send_fds(connection.sock, [b"\0"], memory.descriptors)
                 connection.read_expected("mapped", "waiting for the buckets to be mapped")
-            memory.finish_writes()
+            memory.finish_writes()  # the other process reads without a stream of this one
             doing = f"bucket {count}"
             slices = [_describe_slice(received, bucket.memory) for received in bucket]
             connection.send(
@@ -291,7 +292,7 @@ def receive_shards(
                 break
             memory = memories[header["memory"]]
             yield [_build_slice(entry, memory) for entry in header["slices"]]
-            if device.type == "cuda":
+            if device.type == "cuda":  # the copies out of the bucket have only been queued
                 torch.cuda.current_stream(device).synchronize()
             connection.send({"kind": "free"})
             count += 1

@@ -128,6 +128,7 @@ def attend_packed(
                 "ranks (layout.cp)"
             )
         if key.shape[1] % count:  # fewer key/value heads than ranks: copies
+            # As few copies as give each rank the same number; else one for each query head.
             copies = count // key.shape[1] if count % key.shape[1] == 0 else -1
             copies = copies if copies > 0 else query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(copies, 1) for x in (key, value))
@@ -178,6 +179,7 @@ def dispatch_to_experts(
     tokens = _send(hidden[order // chosen.shape[1]], sent, received, group)
     local_ids = torch.arange(num_local, device=hidden.device).repeat(group.size())
     local_ids = local_ids.repeat_interleave(received_counts.flatten())
+    # The weights stay on the rank of the tokens, which applies them to what returns.
     unweighted = weights.new_ones(len(tokens), 1)
     if len(tokens):
         multiply = grouped_mm_experts_forward
@@ -187,6 +189,7 @@ def dispatch_to_experts(
     else:  # the parameters take part in the backward pass all the same
         outputs = tokens + 0 * sum(p.sum() for p in module.parameters(recurse=False))
     returned = _send(outputs, received, sent, group)
+    # Experts of a rank are consecutive, so what returns is in the order that was sent.
     by_token = torch.zeros_like(returned).index_copy(0, order, returned)
     by_token = by_token.view(*chosen.shape, -1)
     return (by_token * weights[..., None]).sum(1).to(hidden.dtype)

@@ -334,6 +334,7 @@ class FSDPEngine(BaseEngine):
         if norms:
             squares += torch.stack(norms).to(self.device, torch.float64).square().sum()
         dist.all_reduce(squares)
+        # Each replica has added the squares of all shards.
         norm = math.sqrt(float(squares) / self.spec.engine.fsdp.num_replicas)
         if limit and norm > limit:
             torch._foreach_mul_(local, limit / (norm + 1e-6))
@@ -361,6 +362,7 @@ class FSDPEngine(BaseEngine):
             for tensor in weight.rule.tensors:
                 end = first + (tensor.shape[0] if tensor.shape else 0)
                 part = full[first:end] if tensor.shape else full
+                # A copy also on the CPU: a view would keep the memory of the whole stack.
                 yield tensor.name, part.to("cpu", copy=True)
                 first = end
         if self.is_main_rank and not self._kind:

@@ -260,6 +260,7 @@ def keep_local_experts(
             )
         module.num_experts //= group.size()
         for parameter, stack in stacks.items():
+            # Memory comes after sharding (`allocate`), so no rank ever holds all experts.
             share = torch.empty(module.num_experts, *stack.shape[1:], device="meta")
             setattr(module, parameter, torch.nn.Parameter(share))
     if not experts:
@@ -291,6 +292,7 @@ def shard_model(
     offload = CPUOffloadPolicy(pin_memory=is_pinned) if cpu_offload else OffloadPolicy()
     layers = list_layers(root.model)
     heads = [root.model.score] if isinstance(root, ShardedValueModel) else []
+    # Inner modules first: FSDP gives a module the parameters that those inside it have not taken.
     for module in (*expert_modules, *heads, *layers, root):
         is_expert = any(module is expert for expert in expert_modules)
         mesh = meshes.experts if is_expert else meshes.dense
@@ -357,6 +359,7 @@ def load_weights(
             for block in weight.rule.get_blocks(shard):
                 target = local[block.local_slices]
                 if block.tensor.name in shapes:
+                    # The reader fills host memory; a target may be on a device.
                     host = torch.empty(block.box.sizes, dtype=target.dtype)
                     reader.read_into(block, host)
                     target.copy_(host)

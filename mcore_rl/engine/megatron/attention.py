@@ -73,7 +73,7 @@ class PackedAttention(MegatronModule):
                     f"attention without Transformer Engine: window_size={config.window_size}; only "
                     "(n, 0)"
                 )
-            self.window = before + 1
+            self.window = before + 1  # Megatron counts the tokens before a query, without itself
         self.softmax_offset = None
         if config.softmax_type == "learnable":
             heads = config.num_attention_heads // config.tensor_model_parallel_size
@@ -144,12 +144,14 @@ class PackedAttention(MegatronModule):
         cp, rank = group.size(), group.rank()
         gathered = np.concatenate([get_zigzag_rows(lengths, cp, cp_rank) for cp_rank in range(cp)])
         order = torch.as_tensor(np.argsort(gathered)).to(query.device)
+        # Keys and values differ in their last dim at most (MLA), so one gather is for both.
         keys_values = _gather_rows(torch.cat([key, value], dim=-1), order, group)
         queries = split_runs(query, [length // cp for length in lengths])
         outputs = []
         for q, kv in zip(queries, split_runs(keys_values, lengths), strict=True):
             q, kv = q.unflatten(1, (2, -1)), kv.unflatten(1, (2 * cp, -1))
             chunk, attended = q.shape[2], []
+            # Chunk r and its mirror image: on each rank the two have as many tokens before them.
             for half, index in enumerate((rank, 2 * cp - 1 - rank)):
                 k, v = kv[:, : index + 1].flatten(1, 2).split([key.shape[-1], value.shape[-1]], -1)
                 attended.append(self._attend(q[:, half], k, v, first=index * chunk))
@@ -164,7 +166,7 @@ class PackedAttention(MegatronModule):
         state: ShardedStateDict = make_sharded_tensors_for_checkpoint(
             {} if offset is None else {"softmax_offset": offset},
             prefix,
-            {"softmax_offset": 0},
+            {"softmax_offset": 0},  # split by tensor parallelism along dim 0, the heads
             sharded_offsets,
             tp_group=get_tensor_model_parallel_group(),
             dp_cp_group=metadata["dp_cp_group"],

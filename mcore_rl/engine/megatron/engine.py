@@ -181,6 +181,7 @@ class MegatronEngine(BaseEngine):
         from mcore_rl.engine.megatron.step import get_context_group
 
         self._finish_weight_gather()
+        # Scores need no other columns, which would be packed and moved to the device, too.
         tokens = batch.select("prompt_ids", "response_ids")
         micros = self._build_micro_batches(tokens, is_training=False)
         base_model = contextlib.nullcontext() if adapters else disable_adapters(self.chunks)
@@ -248,6 +249,7 @@ class MegatronEngine(BaseEngine):
         gaps = compute_logprob_gaps(micros, micro_scores, self.device)
         if not find_gaps_beyond(gaps, bounds):
             return ScoredStep(scores, gaps, self._take_step(results))
+        # The backward pass has changed them (distributed/finalize_model_grads.py:670).
         for bias, before in biases:
             bias.copy_(before)
         return ScoredStep(scores, gaps, {})
@@ -295,7 +297,7 @@ class MegatronEngine(BaseEngine):
         clear_expert_load(self.chunks)
         for chunk in self.wrapped_chunks:
             chunk.zero_grad_buffer()
-        optimizer.zero_grad()
+        optimizer.zero_grad()  # gradients outside of the buffers
 
     def optimizer_step(self) -> float:
         """Clip, step, and return the gradient norm before clipping."""
@@ -342,7 +344,7 @@ class MegatronEngine(BaseEngine):
         offload.move_parts(self.wrapped_chunks, self.optimizer, place, parts, self._mirrors)
 
     def close(self) -> None:
-        if self.optimizer is not None:
+        if self.optimizer is not None:  # else the chunks are not in DDP
             from mcore_rl.engine.megatron.optimizer import unwrap_chunks
 
             unwrap_chunks(self.wrapped_chunks)

@@ -135,6 +135,7 @@ class PackedRouter(TopKRouter):
 
     def gating(self, input: torch.Tensor) -> torch.Tensor:
         """Return the logits [..., E] in the dtype of the router (config.moe_router_dtype)."""
+        # Added here in the dtype of the logits: see the last of the corrections above.
         bias: torch.Tensor | None = self.bias  # type: ignore[has-type]
         self.bias = None
         try:

@@ -70,6 +70,8 @@ def wrap_chunks(
         overlap_param_gather=overlap_gather,
         **fields.ddp,
     )
+    # Buckets, whose reductions can overlap, are for the first chunk alone, as in Megatron-LM
+    # (training/training.py): those of later chunks overlap with the computation of others anyway.
     wrapped = [
         DistributedDataParallel(
             config=config, ddp_config=ddp_config, module=chunk, disable_bucketing=index > 0
@@ -140,7 +142,7 @@ def build_optimizer(
         ),
         list(chunks),
     )
-    chunks[0].config.grad_scale_func = optimizer.scale_loss
+    chunks[0].config.grad_scale_func = optimizer.scale_loss  # all chunks have this config
     return optimizer, build_schedule(optimizer, settings, total_steps)
 
 
@@ -154,6 +156,7 @@ def build_schedule(
         max_lr=settings.lr,
         min_lr=settings.min_lr,
         lr_warmup_steps=settings.warmup_steps,
+        # It asserts that the warm-up ends before the decay (optimizer_param_scheduler.py:160).
         lr_decay_steps=max(total_steps, settings.warmup_steps + 1),
         lr_decay_style=_STYLES[settings.schedule],
         wsd_decay_steps=settings.wsd_decay_steps,

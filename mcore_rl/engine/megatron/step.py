@@ -79,12 +79,13 @@ def run_micro_batches(
 
     results: list[Result] = get_forward_backward_func()(
         forward_step_func=forward_step,
+        # One for each chunk: the interleaved schedule runs every micro-batch through all of them.
         data_iterator=[iter(micros) for _ in chunks],
         model=list(chunks),
         num_microbatches=len(micros),
         # Unused without a pipeline; with one the stages exchange the shapes.
         seq_length=max(micro.input_ids.shape[1] for micro in micros),
-        micro_batch_size=1,
+        micro_batch_size=1,  # a pack is one row
         forward_only=forward_only,
     )
     return results

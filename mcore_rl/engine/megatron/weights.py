@@ -147,7 +147,7 @@ def load_weights(
         if tensor is None or tuple(tensor.shape) != expected:
             shape = None if tensor is None else tuple(tensor.shape)
             raise RuntimeError(f"{name}: the model has shape {shape}, its rule says {expected}")
-        tensor.zero_()
+        tensor.zero_()  # padding of the vocabulary is in no block
         for block in weight.rule.get_blocks(shard):
             if block.tensor.name not in zeros:
                 tensor[block.local_slices].copy_(reader.read(block))
@@ -190,6 +190,7 @@ def export_weights(
 
     for bucket in iter_export_buckets(weights, placement, like.dtype):
         if world_rank != 0:
+            # Rank 0 has the same buckets, so a message needs no header with names and shapes.
             sent = [shard.weight for shard in bucket if shard.owner == world_rank]
             _send_to_rank_zero([get_merged(weight) for weight in sent], like.device)
             continue
@@ -266,7 +267,7 @@ def _receive_shards(
     """Receive the shards of all other ranks at the same time; return them on the CPU."""
     by_owner: dict[int, list[_ExportShard]] = {}
     for shard in bucket:
-        if shard.owner:
+        if shard.owner:  # rank 0's own are not sent
             by_owner.setdefault(shard.owner, []).append(shard)
     layouts = {
         owner: _lay_out_message([shard.num_bytes for shard in shards])
@@ -281,7 +282,7 @@ def _receive_shards(
         work.wait()
     tensors: dict[_ExportShard, torch.Tensor] = {}
     for owner, shards in by_owner.items():
-        message = messages.pop(owner).cpu()
+        message = messages.pop(owner).cpu()  # one message at a time has a copy on the host
         for shard, part in zip(shards, layouts[owner][0], strict=True):
             tensors[shard] = message[part].view(shard.dtype).view(shard.shape)
     return tensors

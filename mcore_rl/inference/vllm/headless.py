@@ -46,6 +46,7 @@ class HeadlessWorkers:
         with ThreadPoolExecutor(1, "vllm-start") as thread:
             executor = await asyncio.get_running_loop().run_in_executor(thread, launch)
         # The engine would wait for a worker that has died: so the rank dies, and the driver knows.
+        # By os._exit, as vLLM calls back in a thread, which sys.exit would end alone.
         if isinstance(executor, MultiprocExecutor):
             executor.register_failure_callback(lambda: os._exit(1))
             processes = [worker.proc for worker in executor.workers]

@@ -130,7 +130,7 @@ class ShardTransferEngine(WeightTransferEngine[ConnectInfo, UpdateInfo]):
             ConfigError: vLLM's layout of this worker's parameters is not that of the family's
                 rules; else as `connect`.
         """
-        self.shutdown()
+        self.shutdown()  # of an earlier connection
         spec = TransferSpec.parse(init_info.spec)
         config = read_served_config(spec, self.model_config.model)
         parallel = self.parallel_config
@@ -306,6 +306,7 @@ def _list_local_experts(model: Any) -> dict[str, tuple[int, ...]]:
         local_ids = getattr(layer, "_expert_map", None)  # -1: on another worker
         if local_ids is None:
             continue
+        # Global ids in the order of the local rows; the -1 sort first and are cut off.
         order = local_ids.argsort(stable=True)[-int((local_ids >= 0).sum()) :]
         for name in get_layerwise_info(layer).restore_metadata[0]:
             experts[f"{prefix}.{name}"] = tuple(order.tolist())
@@ -383,6 +384,7 @@ class ShardWriter:
         for layer in self._modules.values():
             info = get_layerwise_info(layer)
             is_waiting = info.can_load() and info.load_numel == 0
+            # All rows of this worker are padding, so that no slice has begun the layer.
             if is_waiting and _is_padding(layer) and not _is_tied(self._model, layer):
                 _begin_layer(layer, info)
                 _layerwise_process(layer, info)
@@ -568,6 +570,7 @@ class _DequantizingLoader(DefaultModelLoader):
         self, model_config: ModelConfig, model: torch.nn.Module
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield name and values of each tensor that this worker needs."""
+        # For "Loading weights took ..." of vLLM, whose own iterator sets it.
         self.counter_before_loading_weights = time.perf_counter()
         reader = CheckpointReader(model_config.model)
         for name in reader.get_shapes():
@@ -601,6 +604,7 @@ class _TracedLoader(DefaultModelLoader):
     """Loads a checkpoint as vLLM does, and records where its tensors go (loader_trace.py)."""
 
     def __init__(self, load_config: LoadConfig) -> None:
+        # vLLM's loader refuses formats that it does not know (default_loader.py, load_format).
         super().__init__(replace(load_config, load_format=LoadConfig.load_format))
 
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:

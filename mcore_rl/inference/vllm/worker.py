@@ -348,6 +348,7 @@ class WorkerExtension(TraceTaker):
 
     def attempt(self, method: str, arguments: dict[str, Any]) -> tuple[str, bool] | None:
         """Call a method. Return its error, and whether that blames a peer; None if it succeeded."""
+        # Not raised: of an exception vLLM sends the text alone (v1/executor/multiproc_executor.py).
         try:
             self.weight_transfer_engine.model = join_models(self.model_runner)
             with set_current_vllm_config(self.vllm_config), torch.no_grad():

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from mcore_rl.cli import main as command_line
+from mcore_rl.cli import plan
 from mcore_rl.cli.job import report_start
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
@@ -207,3 +208,9 @@ def test_without_a_recorded_start_the_start_is_now():
     process.record_start()
     start = process.get_start_time()
     assert process.get_start_time() == start
+
+
+def test_an_option_is_taken_by_its_old_name_with_a_warning(capsys):
+    options = plan.build_parser().parse_args(["memory", "recipe=quickstart", "--lane=cpu"])
+    assert options.device_type == "cpu"
+    assert capsys.readouterr().err == "--lane is now --device-type\n"
