@@ -86,12 +86,12 @@ def _plan_memory(options: argparse.Namespace) -> int:
     from mcore_rl.planner.report import build_memory_json, print_memory, print_verdict
 
     device = None if options.hardware is None else MemoryLimit.parse(options.hardware)
-    device_type = options.device_type or (device.lane if device else "cuda")
+    device_type = options.device_type or (device.device_type if device else "cuda")
     check_choice("--device-type", device_type, DEVICES)
-    if device is not None and device_type != device.lane:
+    if device is not None and device_type != device.device_type:
         raise ConfigError(
             f"--device-type={device_type!r}: the device of --hardware={options.hardware!r} is "
-            f"{device.lane!r}; allowed: that, or no --device-type"
+            f"{device.device_type!r}; allowed: that, or no --device-type"
         )
     conditions = Conditions(
         device_type,

@@ -130,7 +130,7 @@ def run_layout(options: argparse.Namespace) -> int:
     with prepare_job(config, hardware, checks_layout=False) as (prepared, model):
         assert isinstance(prepared, RLConfig)
         lengths = _build_lengths(prepared, options)
-        check = partial(check_settings, lane=hardware.device)
+        check = partial(check_settings, device_type=hardware.device)
         result = search_layouts(prepared, model, hardware, options.devices, lengths, check)
     if options.write:
         _write_recipe(options, result.best[0])

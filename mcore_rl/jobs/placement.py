@@ -35,7 +35,7 @@ from mcore_rl.parallel.devices import DEVICES, detect_device
 from mcore_rl.parallel.mesh import split_into_chunks
 from mcore_rl.rollout.server_pool import ServerPool
 
-CPU_RESOURCE = DEVICES["cpu"].ray_resource  # stands for a device on the CPU lane
+CPU_RESOURCE = DEVICES["cpu"].ray_resource  # stands for a device on a CPU
 
 
 def list_rank_nodes(groups: Sequence[WorkerGroup | ServerPool]) -> list[str]:
@@ -71,22 +71,24 @@ def get_device_resource() -> str:
     return DEVICES[detect_device_type()].ray_resource
 
 
-def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = True) -> RLConfig:
+def resolve_for_nodes(
+    config: RLConfig, device_type: str = "", *, needs_data: bool = True
+) -> RLConfig:
     """Check the settings of an RL run; fill in the defaults that the nodes and the model decide.
 
     Args:
-        lane: "cuda" or "cpu" instead of that of the nodes.
+        device_type: "cuda" or "cpu" instead of that of the nodes.
         needs_data: False if data settings may be empty and weights absent, as in a dry run.
 
     Raises:
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
     resolve(config, needs_data=needs_data)
-    lane = lane or detect_device_type()
-    check_engines(config, lane)  # before a model is downloaded
+    device_type = device_type or detect_device_type()
+    check_engines(config, device_type)  # before a model is downloaded
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("actor", config.model, config.actor)
-    return resolve_for_lane(config, lane, has_experts=_has_experts(config))
+    return resolve_for_lane(config, device_type, has_experts=_has_experts(config))
 
 
 def check_engines(config: RLConfig, device: str) -> None:

@@ -64,21 +64,21 @@ class TrainInputs:
 
 
 def resolve_for_device(
-    config: TrainConfig, lane: str = "", *, needs_data: bool = True
+    config: TrainConfig, device_type: str = "", *, needs_data: bool = True
 ) -> TrainConfig:
     """Check the settings of a job; fill in the defaults that its engine and the device decide.
 
     What can be wrong without the model is checked before the model is downloaded.
 
     Args:
-        lane: "cuda" or "cpu" instead of that of the nodes.
+        device_type: "cuda" or "cpu" instead of that of the nodes.
         needs_data: False if data settings may be empty and weights absent, as in a plan.
 
     Raises:
         ConfigError: A setting is wrong, or the engine or the device cannot do what it says.
     """
     resolve_train(config, needs_data=needs_data)
-    device = lane or detect_device_type()
+    device = device_type or detect_device_type()
     check_train_engine(config, device)
     resolve_profile(config, config.engine.layout, device)
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype

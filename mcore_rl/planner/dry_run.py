@@ -71,8 +71,8 @@ def dry_run(
             memory of its GPUs. An output_dir that is not empty only prints a line.
     """
     console = console or get_stdout_console()
-    lane, device = find_device(hardware, gpus_per_node)
-    config = resolve_for_nodes(config, lane, needs_data=False)
+    device_type, device = find_device(hardware, gpus_per_node)
+    config = resolve_for_nodes(config, device_type, needs_data=False)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with (
         show_waiting("checking the inputs", has_lines=False),
@@ -88,7 +88,7 @@ def dry_run(
         model = read_config(prepared.model.path)
         if gpus_per_node:
             _check_nodes(prepared, plan, gpus_per_node, num_nodes)
-        conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
+        conditions = Conditions(device_type, gpus_per_node=gpus_per_node or 8)
         check = check_memory(prepared, model, conditions, device)
         cluster_lines: list[str] = []
         if gpus_per_node and (check.fits or ignores_memory):
@@ -98,7 +98,7 @@ def dry_run(
     for role in check.plan.roles:
         print_role(role, console)
     print_memory(check.plan, conditions, console)
-    print_lines(console, *cluster_lines, "", *_summarize(config, plan, lane), *refusal)
+    print_lines(console, *cluster_lines, "", *_summarize(config, plan, device_type), *refusal)
 
 
 def _check_nodes(
@@ -259,14 +259,14 @@ def dry_run_supervised(
             memory of its GPUs.
     """
     console = get_stdout_console()
-    lane, device = find_device(hardware, gpus_per_node)
-    config = resolve_for_device(config, lane)
+    device_type, device = find_device(hardware, gpus_per_node)
+    config = resolve_for_device(config, device_type)
     folder, refusal = inspect_run_dir(config.output_dir, config.resume)
     with show_waiting("checking the inputs", has_lines=False):
         find_checkpoint_to_resume(config, folder)
         check_export(config.checkpoint.export_to)
         inputs = check_train_inputs(config)
-        conditions = Conditions(lane, gpus_per_node=gpus_per_node or 8)
+        conditions = Conditions(device_type, gpus_per_node=gpus_per_node or 8)
         check = check_memory(config, read_config(config.model.path), conditions, device)
         num_used = plan_supervised(config).num_devices
         nodes: list[str] = []

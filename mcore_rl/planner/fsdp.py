@@ -94,7 +94,7 @@ def compute_fsdp_pass(
     pack: PackSize,
     *,
     itemsize: int,
-    lane: str,
+    device_type: str,
     head_rows: int,
     trains: bool,
 ) -> PassMemory:
@@ -107,7 +107,7 @@ def compute_fsdp_pass(
     Args:
         model: config.json.
         itemsize: Bytes of an element in products.
-        lane: "cuda" or "cpu".
+        device_type: "cuda" or "cpu".
         head_rows: Rows of the output head; 1 of a value head.
     """
     layer = _Layer.count(model, itemsize)
@@ -115,7 +115,10 @@ def compute_fsdp_pass(
     head = head_rows * hidden
     is_tied = model.get("tie_word_embeddings", False) and head_rows > 1
     root = model["vocab_size"] * hidden + head * (not is_tied) + hidden
-    tile = engine.logprob_chunk_bytes or DEFAULT_CHUNK_BYTES["te" if lane == "cuda" else "torch"]
+    tile = (
+        engine.logprob_chunk_bytes
+        or DEFAULT_CHUNK_BYTES["te" if device_type == "cuda" else "torch"]
+    )
     tile = min(tile, 2 * _FLOAT32 * pack.num_scored * head_rows)
     states = hidden * itemsize * (pack.num_scored + 2 * pack.tokens)
     if not trains:

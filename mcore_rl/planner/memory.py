@@ -55,7 +55,7 @@ _HYBRID_BYTES = 16  # of a parameter whose Adam is on the host: gradient, weight
 class Conditions:
     """The assumptions of a plan: load, sequences of servers, devices."""
 
-    lane: str = "cuda"
+    device_type: str = "cuda"
     imbalance: float = 1.5  # tokens of the fullest rank's experts in a layer, over the mean
     concurrency: int = 0  # sequences of a server at once; 0: those of a step, or max_num_seqs
     length: int = 0  # their tokens; 0: the longest
@@ -105,7 +105,7 @@ class MemoryLimit:
 
     name: str
     memory_bytes: int
-    lane: str = "cuda"  # of its ranks: "cuda" or "cpu"
+    device_type: str = "cuda"  # of its ranks: "cuda" or "cpu"
 
     @classmethod
     def parse(cls, text: str, setting: str = "--hardware") -> MemoryLimit:
@@ -169,7 +169,7 @@ class _Planner:
     ) -> None:
         self.config, self.run, self.model, self.conditions = config, run, model, conditions
         self.roles = {role.name: role for role in roles}
-        self.is_gpu = conditions.lane == "cuda"
+        self.is_gpu = conditions.device_type == "cuda"
         self._overheads = {name: self._compute_overhead(name) for name in self.roles}
 
     def list_moments(self) -> Iterator[Moment]:
@@ -405,7 +405,7 @@ def count_pass_bytes(
             model,
             PackSize(tokens, scored, 1, longest),
             itemsize=itemsize,
-            lane=conditions.lane,
+            device_type=conditions.device_type,
             head_rows=1 if has_value_head else model["vocab_size"],
             trains=trains,
         )
@@ -418,7 +418,7 @@ def count_pass_bytes(
     num_sparse = sum(is_sparse(fields, n) for chunk in own_chunks for n in chunk.layers)
     # Layers route independently: over n of them the excess falls with their root.
     mean_imbalance = 1 + (imbalance - 1) / math.sqrt(max(1, num_sparse))
-    is_fused = conditions.lane == "cuda" and engine.modules != "torch"
+    is_fused = conditions.device_type == "cuda" and engine.modules != "torch"
     memory = compute_pass_memory(
         engine,
         fields,

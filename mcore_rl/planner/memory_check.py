@@ -63,7 +63,7 @@ class MemoryCheck:
 
 
 def find_device(hardware: str | None, gpus_per_node: int | None) -> tuple[str, MemoryLimit | None]:
-    """Return the lane of the ranks, "cuda" or "cpu", and the device to fit.
+    """Return the device type of the ranks, "cuda" or "cpu", and the device to fit.
 
     Without arguments they are those of this machine; the device is None on its CPUs, and where its
     ranks are on GPUs of other nodes.
@@ -76,18 +76,18 @@ def find_device(hardware: str | None, gpus_per_node: int | None) -> tuple[str, M
         ConfigError: The hardware is unknown, or has no GPUs.
     """
     if hardware is None and not gpus_per_node:
-        lane = detect_device_type()
-        if lane == "cpu" or not torch.cuda.is_available():
-            return lane, None
+        device_type = detect_device_type()
+        if device_type == "cpu" or not torch.cuda.is_available():
+            return device_type, None
         properties = torch.cuda.get_device_properties(0)
-        return lane, MemoryLimit(properties.name, properties.total_memory)
+        return device_type, MemoryLimit(properties.name, properties.total_memory)
     device = MemoryLimit.parse(DEFAULT_HARDWARE if hardware is None else hardware)
-    if gpus_per_node and device.lane == "cpu":
+    if gpus_per_node and device.device_type == "cpu":
         raise ConfigError(
             f"--gpus-per-node={gpus_per_node}: --hardware={hardware!r} has device: cpu; allowed: "
             "hardware with device: cuda"
         )
-    return device.lane, device
+    return device.device_type, device
 
 
 def check_memory(
@@ -106,7 +106,7 @@ def check_memory(
     if device is not None and plan.worst.total > device.memory_bytes:
 
         def count_bytes(changed: Job) -> int:
-            check_settings(changed, conditions.lane)
+            check_settings(changed, conditions.device_type)
             changed_plan = _plan_job(changed, model, conditions)
             if uncounted := set(changed_plan.uncounted) - set(plan.uncounted):
                 raise ConfigError(f"activations of {', '.join(uncounted)} would not be counted")
@@ -127,22 +127,22 @@ def _plan_job(config: Job, model: HFConfig, conditions: Conditions) -> MemoryPla
     return plan_supervised_memory(config, model, conditions)
 
 
-def check_settings(config: Job, lane: str) -> None:
+def check_settings(config: Job, device_type: str) -> None:
     """Check the settings and layouts of a job that has been changed after it was resolved.
 
     Args:
-        lane: "cuda" or "cpu".
+        device_type: "cuda" or "cpu".
 
     Raises:
         ConfigError: A layout cannot be, or an engine does not read a setting.
     """
     if isinstance(config, RLConfig):
         resolve(config, needs_data=False)
-        check_engines(config, lane)
+        check_engines(config, device_type)
         check_layouts(config, plan_run(config))
     else:
         resolve_train(config, needs_data=False)
-        check_train_engine(config, lane)
+        check_train_engine(config, device_type)
         _check_layout(config)
 
 
@@ -155,7 +155,7 @@ def _check_layout(config: TrainConfig) -> HFConfig:
 
 @contextmanager
 def prepare_plan(
-    config: Job, lane: str, *, checks_layout: bool = True
+    config: Job, device_type: str, *, checks_layout: bool = True
 ) -> Iterator[tuple[Job, HFConfig]]:
     """Resolve settings for a plan, from config.json alone; yield them and the model's config.
 
@@ -169,10 +169,10 @@ def prepare_plan(
     """
     with scope_family(), TemporaryDirectory() as scratch:
         if not isinstance(config, RLConfig):
-            resolved = resolve_for_device(config, lane, needs_data=False)
+            resolved = resolve_for_device(config, device_type, needs_data=False)
             yield resolved, _check_layout(resolved)
             return
-        config = resolve_for_nodes(config, lane, needs_data=False)
+        config = resolve_for_nodes(config, device_type, needs_data=False)
         prepared = prepare_settings(config, Path(scratch), None)
         if checks_layout:
             check_layouts(prepared, plan_run(prepared))

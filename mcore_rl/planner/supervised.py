@@ -91,7 +91,7 @@ def _plan_role(
             elif role is not trained:
                 kinds = {"weights": kinds["weights"]}
             kinds |= _count_pass(config, model, conditions, pp_rank, trains=name == "update")
-            if conditions.lane == "cuda":
+            if conditions.device_type == "cuda":
                 kinds["CUDA contexts"] = CONTEXT_BYTES * num_processes
                 kinds["NCCL"] = count_nccl_bytes(config.engine.layout) * num_processes
                 kinds["fragmentation"] = count_fragmentation(kinds)

@@ -248,7 +248,7 @@ def test_the_peak_of_a_step_of_fsdp_is_predicted(fsdp_peaks: dict[str, Any], nam
         model,
         PackSize(actual["tokens"], actual["scored"], 1, actual["longest"]),
         itemsize=ITEMSIZES[dtype],
-        lane="cpu",
+        device_type="cpu",
         head_rows=model["vocab_size"],
         trains=True,
     )

@@ -64,7 +64,7 @@ def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("lane", "method", "message"),
+    ("device_type", "method", "message"),
     [
         ("cuda", "colocated", "expandable segments cannot be shared"),
         ("cuda", "full_export", "model.path='/nowhere' does not exist"),
@@ -72,9 +72,9 @@ def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path
     ],
 )
 def test_gpu_memory_that_servers_cannot_map_is_refused_before_a_run(
-    monkeypatch, lane, method, message
+    monkeypatch, device_type, method, message
 ):
-    monkeypatch.setattr(preflight, "detect_device_type", lambda: lane)
+    monkeypatch.setattr(preflight, "detect_device_type", lambda: device_type)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     config = RLConfig(model=ModelConfig(path="/nowhere"))
     config.weight_sync.method = method

@@ -83,8 +83,8 @@ def test_an_engine_with_torch_modules_stores_on_a_gpu_what_it_stores_on_a_cpu(cp
     config = test_memory.build_config(Layout(cp=cp, dp=2))
     model = test_memory.read_model("Qwen3-8B")
 
-    def count_activations(lane: str) -> int:
-        plan = plan_memory(config, model, Conditions(lane))
+    def count_activations(device_type: str) -> int:
+        plan = plan_memory(config, model, Conditions(device_type))
         return test_memory.get_moments(plan)["actor: update"].kinds["activations"]
 
     fused = count_activations("cuda")

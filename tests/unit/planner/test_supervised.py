@@ -32,8 +32,8 @@ def build_config(kind: type[TrainConfig]) -> TrainConfig:
     return config
 
 
-def plan(config: TrainConfig, lane: str = "cpu") -> dict[str, Moment]:
-    moments = plan_supervised_memory(config, MODEL, Conditions(lane, imbalance=1.0)).moments
+def plan(config: TrainConfig, device_type: str = "cpu") -> dict[str, Moment]:
+    moments = plan_supervised_memory(config, MODEL, Conditions(device_type, imbalance=1.0)).moments
     assert {m.ranks for m in moments} == {tuple(range(8))}  # all are equal
     return {moment.name: moment for moment in moments}
 
