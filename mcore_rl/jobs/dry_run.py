@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.rules import are_colocated
 from mcore_rl.config.schema import Layout, RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve, resolve_for_lane
-from mcore_rl.config.resolve_rollout import (
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules_rollout import (
     ROLE,
     ServedModel,
     build_models_with_servers,
@@ -122,7 +122,7 @@ def resolve_for_nodes(config: RLConfig, lane: str = "", *, needs_data: bool = Tr
     Raises:
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
-    resolve(config, needs_data=needs_data)
+    validate_rl(config, needs_data=needs_data)
     lane = lane or detect_lane()
     check_engines(config, lane)  # before a model is downloaded
     config = fetch_inputs(config, with_weights=needs_data)

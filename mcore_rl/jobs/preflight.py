@@ -18,10 +18,10 @@ from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.checkpoint.peft import check_adapter, get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import get_loop, list_test_files, list_train_files
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
-from mcore_rl.config.resolve_engine import resolve_schedule
-from mcore_rl.config.resolve_rollout import (
+from mcore_rl.config.rules import get_loop, list_test_files, list_train_files
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
+from mcore_rl.config.rules_engine import validate_schedule
+from mcore_rl.config.rules_rollout import (
     build_models_with_servers,
     build_served_models,
     list_reward_terms,
@@ -428,8 +428,8 @@ def _check_critic(config: RLConfig, actor: HFConfig) -> None:
     path = critic.model_path
     initial_config = read_checkpoint_config(path, "critic.model_path") if path else actor
     load_backend(critic, "critic").check_model("critic", critic, build_value_config(initial_config))
-    resolve_schedule("critic.optimizer", critic.optimizer, steps)
-    resolve_schedule("actor.optimizer", config.actor.optimizer, count_actor_steps(config))
+    validate_schedule("critic.optimizer", critic.optimizer, steps)
+    validate_schedule("actor.optimizer", config.actor.optimizer, count_actor_steps(config))
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 

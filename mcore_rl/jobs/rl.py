@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from mcore_rl.algorithms.losses import ValueClipSettings, negative_log_likelihood, value_clip
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve import get_loop
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
-from mcore_rl.config.resolve_rollout import ROLE
+from mcore_rl.config.rules import get_loop
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.rules_rollout import ROLE
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.object_store import choose_object_store_bytes, estimate_sample_bytes

@@ -18,7 +18,7 @@ from mcore_rl.algorithms.losses import linear_in_scores, negative_log_likelihood
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import get_data_config
+from mcore_rl.config.rules_train import get_data_config
 from mcore_rl.config.schema import (
     ConversationsConfig,
     DPOConfig,

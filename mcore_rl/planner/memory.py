@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import OWN_POOL, are_colocated, get_pool
-from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
+from mcore_rl.config.rules import OWN_POOL, are_colocated, get_pool
+from mcore_rl.config.rules_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig, TrainConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.engine.base import load_backend

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import OWN_POOL, get_pool
-from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
+from mcore_rl.config.rules import OWN_POOL, get_pool
+from mcore_rl.config.rules_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.planner.roles import get_frozen_engines, has_reference_model, needs_critic
 

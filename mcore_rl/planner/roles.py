@@ -20,8 +20,8 @@ from mcore_rl.algorithms.advantages import ADVANTAGES
 from mcore_rl.algorithms.inputs import get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.peft import get_adapted_linear
-from mcore_rl.config.resolve_algorithm import build_teachers
-from mcore_rl.config.resolve_rollout import ROLE, build_models_with_servers
+from mcore_rl.config.rules_algorithm import build_teachers
+from mcore_rl.config.rules_rollout import ROLE, build_models_with_servers
 from mcore_rl.config.schema import (
     DPOConfig,
     EngineConfig,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.rules import are_colocated
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.planner.flops import ModelWork, count_work

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mcore_rl.config.resolve_train import count_row_conversations, get_data_config
+from mcore_rl.config.rules_train import count_row_conversations, get_data_config
 from mcore_rl.config.schema import DPOConfig, LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.planner.flops import count_work

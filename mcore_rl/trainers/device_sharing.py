@@ -16,7 +16,7 @@ import contextlib
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.rules import are_colocated
 from mcore_rl.config.schema import PlacementConfig
 from mcore_rl.controller.dispatch import RankGroup
 from mcore_rl.engine.worker import ModelWorker

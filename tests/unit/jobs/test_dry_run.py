@@ -17,7 +17,7 @@ import torch
 
 from mcore_rl.checkpoint.peft import Factors, write_adapters
 from mcore_rl.cli.main import main
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     EngineConfig,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.algorithms.controllers import Coefficients
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import AlgorithmConfig, CriticConfig, RLConfig
 from mcore_rl.controller.remote_batch import is_part_column
 from mcore_rl.data.batch import Batch, Jagged

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     CorrectionConfig,
