@@ -293,6 +293,37 @@ def test_bounds_are_those_of_the_methods_and_libraries(key, value, words):
         validate_rl(config)
 
 
+OTHER_BOUNDS = [
+    (SFTConfig, "data.max_tokens", 1, "1; allowed: at least 2"),
+    (SFTConfig, "trainer.num_epochs", 0.0, "0.0; allowed: above 0"),
+    (SFTConfig, "trainer.num_steps", -1, "-1; allowed: at least 0"),
+    (SFTConfig, "trainer.batch_size", 0, "0; allowed: at least 1"),
+    (SFTConfig, "evaluation.every", -1, "-1; allowed: at least 0"),
+    (RMConfig, "data.max_tokens", 1, "1; allowed: at least 2"),
+    (RMConfig, "data.long_rows", "cut", "'cut'; allowed: 'refuse', 'drop'"),
+    (DPOConfig, "reference.placement", "auto", "'auto'; allowed: 'shared', 'own'"),
+    (EvalConfig, "rollout.n", 1001, "1001; allowed: 1 to 1000"),
+    (EvalConfig, "rollout.temperature", -1.0, "-1.0; allowed: at least 0"),
+    (EvalConfig, "scoring.correct_from", -2e6, "-2000000.0; allowed: at least -1000000.0"),
+    (EvalConfig, "resume", "here", "'here'; allowed: 'never', 'auto'"),
+    (EvalConfig, "model.path", "", "''; allowed: a Hugging Face checkpoint, or the output_dir of"),
+]
+
+
+@pytest.mark.parametrize(("schema", "key", "value", "words"), OTHER_BOUNDS)
+def test_bounds_of_supervised_jobs_and_evaluations(schema, key, value, words):
+    config = build(schema)
+    set_value(config, key, value)
+    with pytest.raises(ConfigError, match=f"^{re.escape(f'{key}={words}')}"):
+        VALIDATE[schema](config)
+
+
+def test_an_evaluation_may_be_greedy():
+    config = build(EvalConfig)
+    config.rollout.temperature = 0.0
+    validate_eval(config)
+
+
 def test_entries_of_a_list_and_of_a_mapping_are_named():
     config = build(RLConfig)
     config.data.train_file, config.data.train_files = "", ["a", "b"]
