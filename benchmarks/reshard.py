@@ -29,7 +29,7 @@ from rich.table import Table
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.ranks import ProcessFailed, run_on_ranks
@@ -82,8 +82,8 @@ class ReshardSettings:
         """Raise ConfigError for layouts that do not fit the model or each other."""
         sizes = get_model_sizes(self.build_config())
         for name, layout in (("--train", self.train), ("--target", self.target)):
-            resolve_layout(name, layout)
-            resolve_model_layout(name, layout, sizes)
+            validate_layout(name, layout)
+            validate_model_layout(name, layout, sizes)
             if layout.vpp > 1:
                 raise ConfigError(f"{name}: vpp={layout.vpp}; allowed: 1, as Megatron's has it")
         worlds = {

@@ -26,8 +26,8 @@ from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_object
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.resolve import TRANSFORMERS
-from mcore_rl.config.resolve_engine import ModelSizes
+from mcore_rl.config.rules import TRANSFORMERS
+from mcore_rl.config.rules_engine import ModelSizes
 from mcore_rl.data.images import PLACEHOLDERS
 from mcore_rl.parallel.balance import SequenceCost, estimate_sequence_cost
 from mcore_rl.reshard.rules import Weight

@@ -19,7 +19,7 @@ from typing import Any
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.resolve import TRANSFORMERS
+from mcore_rl.config.rules import TRANSFORMERS
 from mcore_rl.models.base import (
     CAUSAL,
     Family,

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.models.base import HFConfig, read_config_file
 from mcore_rl.planner.flops import count_work

@@ -6,7 +6,7 @@ What stands outside of the two markers of a page is written by hand and kept.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from mcore_rl.config.describe import Setting, SettingGroup, list_setting_groups
@@ -22,14 +22,24 @@ END = "<!-- written by tests/write_configuration_doc.py: end -->\n"
 SHOWN_ENGINE = "actor"
 
 
-def build_row(setting: Setting, key: str) -> str:
+def build_row(setting: Setting, key: str, has_ranges: bool = True) -> str:
     meaning = setting.meaning.replace("|", "\\|")
-    return f"| `{key}` | `{json.dumps(setting.default)}` | {meaning} |\n"
+    numbers = f" {setting.range} |" if has_ranges else ""
+    return f"| `{key}` | `{json.dumps(setting.default)}` |{numbers} {meaning} |\n"
 
 
 def list_rows(group: SettingGroup) -> list[str]:
     """Return the rows of a group under the names of its fields."""
     return [build_row(setting, setting.key.rpartition(".")[2]) for setting in group.settings]
+
+
+def build_rows(settings: Sequence[Setting]) -> Iterator[str]:
+    """Yield a table; it has a column of ranges if a setting is a number."""
+    has_ranges = any(setting.range for setting in settings)
+    yield f"| Setting | Default |{' Range |' if has_ranges else ''} Meaning |\n"
+    yield f"|---|---|---|{'---|' if has_ranges else ''}\n"
+    for setting in settings:
+        yield build_row(setting, setting.key, has_ranges)
 
 
 def build_section(group: SettingGroup, groups: list[SettingGroup]) -> Iterator[str]:
@@ -48,10 +58,9 @@ def build_section(group: SettingGroup, groups: list[SettingGroup]) -> Iterator[s
         yield f"Has the settings of `{SHOWN_ENGINE}`, and:\n\n"
     if equal_groups := [f"`{other.key}`" for other in repeats if other is not group]:
         yield f"The same settings: {', '.join(equal_groups)}.\n\n"
-    yield "| Setting | Default | Meaning |\n|---|---|---|\n"
-    for setting, row in zip(group.settings, rows, strict=True):
-        if not (extends and row in list_rows(shown_engine)):
-            yield build_row(setting, setting.key)
+    hidden = {*list_rows(shown_engine)} if extends else set()
+    pairs = zip(group.settings, rows, strict=True)
+    yield from build_rows([setting for setting, row in pairs if row not in hidden])
     yield "\n"
 
 

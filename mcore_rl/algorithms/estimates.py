@@ -37,7 +37,7 @@ def majority_at_k(
     with the share of these.
 
     Args:
-        answers: Answer of each response, of up to MAX_N (config/resolve_train.py).
+        answers: Answer of each response, of up to MAX_N (config/rules_train.py).
         correct: Whether each is correct.
         ks: Numbers from 1 to n.
 

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar, Union, cast, get_args, get_origin, get
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_function
-from mcore_rl.config.passthrough import TYPE_NAMES
+from mcore_rl.config.limits import TYPE_NAMES
 
 F = TypeVar("F", bound=Callable[..., Any])  # the function, once its settings are bound
 G = TypeVar("G", bound=Callable[..., Any])

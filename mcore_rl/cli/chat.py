@@ -8,10 +8,11 @@ import os
 import warnings
 
 from mcore_rl.cli.options import Parser
+from mcore_rl.config.allowed import DTYPES, MAX_SEED
 from mcore_rl.config.checks import check_at_least, check_between, check_choice, check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPES, MAX_SEED
-from mcore_rl.config.resolve_rollout import check_stop
+from mcore_rl.config.limits import check_value
+from mcore_rl.config.schema import StopTexts
 
 _ABOUT = """\
 Answers each line of standard input, from a terminal or a pipe. The conversation goes on until
@@ -24,7 +25,7 @@ def main(arguments: list[str]) -> None:
     if not 0 < options.top_p <= 1:
         raise ConfigError(f"--top-p={options.top_p}; allowed: above 0, up to 1")
     check_at_least("--top-k", options.top_k, 0)
-    check_stop("--stop", options.stop)
+    check_value("--stop", options.stop, StopTexts)
     for name in ("max_tokens", "max_context", "tp", "kv_cache_bytes"):
         check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
     if options.seed is not None:

@@ -26,8 +26,8 @@ from mcore_rl.config.describe import (
     list_setting_names,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import list_warnings
-from mcore_rl.config.resolve_train import list_train_warnings
+from mcore_rl.config.rules import list_warnings
+from mcore_rl.config.rules_train import list_train_warnings
 from mcore_rl.config.schema import (
     DPOConfig,
     EvalConfig,

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeVar
 from mcore_rl.config.atomic_file import write_file
 from mcore_rl.config.checks import find_closest
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import find_smallest_dp
+from mcore_rl.config.rules_engine import find_smallest_dp
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 

@@ -17,7 +17,7 @@ import yaml
 from mcore_rl.cli.options import print_text, write_option_file
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import get_data_config
+from mcore_rl.config.rules_train import get_data_config
 from mcore_rl.config.schema import JOB_SCHEMAS, RLConfig, TrainConfig
 
 if TYPE_CHECKING:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import difflib
-import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path
+from mcore_rl.config.limits import Above, AtLeast, Between, OneOf, check_limit
 from mcore_rl.config.regular_file import check_entries
 
 MAX_INT = 2**53  # what JSON and float64 hold, and int64 holds a multiple of
@@ -93,44 +91,20 @@ def find_closest(word: str, words: Iterable[str]) -> list[str]:
     return difflib.get_close_matches(word, list(words), n=3, cutoff=0.7)
 
 
-def check_choice(key: str, value: str, allowed: Sequence[str], *, contract: str = "") -> None:
-    """Raise ConfigError for a value that is not allowed.
-
-    Args:
-        contract: Name of the class whose subclasses are allowed, too, by import path.
-    """
-    if value not in allowed and not (contract and is_import_path(value)):
-        names = ", ".join(map(repr, allowed))
-        paths = f", or the import path of a {contract}, path/to/file.py:Name" if contract else ""
-        raise ConfigError(f"{key}={value!r}; allowed: {names}{paths}")
+def check_choice(key: str, value: str, allowed: Iterable[str]) -> None:
+    check_limit(key, value, OneOf(*allowed))
 
 
 def check_at_least(key: str, value: float, least: float) -> None:
-    if not least <= value < math.inf:  # false for NaN, as every comparison with it
-        raise ConfigError(f"{key}={value}; allowed: at least {least}{_name_finite(value)}")
+    check_limit(key, value, AtLeast(least))
 
 
 def check_positive(key: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ConfigError(f"{key}={value}; allowed: above 0{_name_finite(value)}")
-
-
-def check_date(key: str, value: str) -> None:
-    try:
-        is_date = date.fromisoformat(value).isoformat() == value  # it knows other forms, too
-    except ValueError:
-        is_date = False
-    if not is_date:
-        raise ConfigError(f"{key}={value!r}; allowed: a date, YYYY-MM-DD")
+    check_limit(key, value, Above(0))
 
 
 def check_between(key: str, value: float, least: float, most: float) -> None:
-    if not least <= value <= most:
-        raise ConfigError(f"{key}={value}; allowed: {least} to {most}")
-
-
-def _name_finite(value: float) -> str:
-    return "" if -math.inf < value < math.inf else ", finite"
+    check_limit(key, value, Between(least, most))
 
 
 def check_exists(key: str, path: str | Path) -> None:

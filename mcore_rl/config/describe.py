@@ -1,4 +1,4 @@
-"""Descriptions of settings: default, comment, allowed values, and names that they had before."""
+"""Descriptions of settings: default, comment, limits, and names that they had before."""
 
 from __future__ import annotations
 
@@ -12,49 +12,12 @@ import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cache
-from typing import Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from mcore_rl.config import resolve, resolve_algorithm, resolve_engine, resolve_rollout, schema
+from mcore_rl.config import schema
 from mcore_rl.config.errors import ConfigError
-
-# Values of the settings that choose something by name, by the last two parts of their keys or
-# the last. Names in registries are not among them: importing a registry imports torch.
-CHOICES: Mapping[str, Sequence[str]] = {
-    "backend": resolve_engine.BACKENDS,
-    "modules": resolve_engine.MODULES,
-    "algorithm.kl_placement": resolve_algorithm.KL_PLACEMENTS,
-    "distillation.loss": resolve_algorithm.DISTILLATION_LOSSES,
-    "correction.level": resolve_algorithm.CORRECTION_LEVELS,
-    "correction.method": resolve_algorithm.CORRECTION_METHODS,
-    "data.long_rows": ("refuse", "drop"),
-    "data.long_prompts": resolve.LONG_PROMPTS,
-    "fp8.format": resolve_engine.FLOAT8_FORMATS,
-    "fp8.recipe": resolve_engine.FLOAT8_RECIPES,
-    "indexer_replay": resolve_engine.INDEXER_REPLAYS,
-    "model.dtype": ("auto", *resolve.DTYPES),
-    "moe.aux_loss": resolve_engine.AUX_LOSSES,
-    "moe.dispatcher": resolve_engine.DISPATCHERS,
-    "moe.router_replay": resolve_engine.ROUTER_REPLAYS,
-    "optimizer.name": resolve_engine.OPTIMIZERS,
-    "optimizer.schedule": resolve_engine.SCHEDULES,
-    "placement.actor": ("shared", "own"),
-    "placement.critic": ("shared", "own"),
-    "placement.reference": ("shared", "own"),
-    "placement.reward_model": ("shared", "own"),
-    "placement.teacher": ("shared", "own"),
-    "placement.rollout": ("auto", "shared", "own"),
-    "recompute.granularity": resolve_engine.GRANULARITIES,
-    "recompute.modules": resolve_engine.RECOMPUTE_MODULES,
-    "reference.placement": ("shared", "own"),
-    "reward.on_error": resolve_rollout.ON_ERROR,
-    "reward.text": resolve_rollout.REWARD_TEXTS,
-    "rollout.backend": resolve_rollout.SERVER_BACKENDS,
-    "trainer.mode": resolve.MODES,
-    "task.name": tuple(name for name in resolve.TASKS if name),
-    "weight_sync.method": resolve.WEIGHT_SYNC_METHODS,
-    "weight_sync.transport": resolve.TRANSPORTS,
-    "weight_sync.verify": resolve.VERIFY,
-}
+from mcore_rl.config.limits import OneOf, Range, list_limits, read_hints
 
 # Settings of the default functions, by the key under which they are given. Those of others are
 # beside the functions, and in docs/algorithms.md.
@@ -120,10 +83,11 @@ class SettingRenamer:
 @dataclass(frozen=True, slots=True)
 class Setting:
     key: str  # in full, such as actor.layout.tp
-    kind: str  # its type, as the schema spells it: "int | None"
+    kind: str  # its type without limits: "int | None"
     default: object
     meaning: str  # the comment of its field, and the allowed names where that lacks one
     choices: tuple[str, ...]  # empty for a setting that is no name from a list
+    range: str = ""  # of a number: "at least 1"
 
     @property
     def is_mapping(self) -> bool:
@@ -140,21 +104,23 @@ class SettingGroup:
     settings: tuple[Setting, ...]
 
 
-def list_setting_groups(part: object, key: str = "") -> Iterator[SettingGroup]:
+def list_setting_groups(part: Any, key: str = "") -> Iterator[SettingGroup]:
     """Yield the groups of settings in an instance of a dataclass of settings, outer ones first."""
     kind = type(part)
-    settings, inner = [], []
-    for entry in fields(part):  # type: ignore[arg-type]
+    settings, inner, hints = [], [], read_hints(part.__class__)
+    for entry in fields(part):
         value, name = getattr(part, entry.name), f"{key}.{entry.name}".lstrip(".")
         if is_dataclass(value):
             inner.append((value, name))
             continue
-        names = ".".join(name.split(".")[-2:]), entry.name
-        choices = tuple(next((CHOICES[name] for name in names if name in CHOICES), ()))
+        limits = [*list_limits(hints[entry.name])]
+        choices = tuple(n for limit in limits if isinstance(limit, OneOf) for n in limit.names if n)
+        ranges = ", ".join(str(limit) for limit in limits if isinstance(limit, Range))
         base = next(base for base in kind.__mro__ if entry.name in base.__annotations__)
         comment = _read_comments(base.__module__)[base.__name__, entry.name]
         meaning = _add_choices(comment, choices)
-        settings.append(Setting(name, str(entry.type), value, meaning, choices))
+        spelled = _spell_type(hints[entry.name])
+        settings.append(Setting(name, spelled, value, meaning, choices, ranges))
     about = kind.__doc__ or ""
     if about.startswith(f"{kind.__name__}("):  # what dataclass writes where there is no docstring
         about = ""
@@ -177,6 +143,18 @@ def _add_choices(meaning: str, choices: Sequence[str]) -> str:
         return meaning
     listed = f"one of: {', '.join(choices)}"
     return f"{meaning}; {listed}" if meaning else listed
+
+
+def _spell_type(hint: Any) -> str:
+    """Return a type as it is written without limits, such as "list[int] | None"."""
+    origin, parts = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return _spell_type(parts[0])
+    if origin in (Union, UnionType):
+        return " | ".join(map(_spell_type, parts))
+    if origin is not None:
+        return f"{origin.__name__}[{', '.join(map(_spell_type, parts))}]"
+    return "None" if hint is NoneType else str(hint.__name__)
 
 
 @cache

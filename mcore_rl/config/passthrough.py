@@ -19,8 +19,8 @@ from typing import Any
 
 from mcore_rl.config.checks import find_closest, shorten
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.limits import TYPE_NAMES
 
-TYPE_NAMES = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 _SEQUENCES: dict[Any, Callable[[list[Any]], Any]] = {list: list, tuple: tuple, set: set}
 
 

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import count_extra_groups, get_loop, get_staleness
+from mcore_rl.config.rules import count_extra_groups, get_loop, get_staleness
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.parallel.host_limits import get_free_memory_bytes
 

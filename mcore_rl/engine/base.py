@@ -25,10 +25,10 @@ from mcore_rl.algorithms.correction import find_gaps_beyond
 from mcore_rl.algorithms.inputs import Losses, LossInputs
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
+from mcore_rl.config.allowed import BACKENDS
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.import_path import is_import_path, load_object
-from mcore_rl.config.resolve_engine import BACKENDS
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.steps import reduce_logprob_gaps

@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPE_OF_LANE
+from mcore_rl.config.rules import DTYPE_OF_LANE
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.controller.process_cleanup import clean_up_on_exit

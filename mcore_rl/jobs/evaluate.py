@@ -22,9 +22,9 @@ from mcore_rl.config.atomic_file import write_atomically
 from mcore_rl.config.describe import flatten_settings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.resolve import TRANSFORMERS
-from mcore_rl.config.resolve_rollout import list_reward_terms
-from mcore_rl.config.resolve_train import build_server_config, resolve_eval
+from mcore_rl.config.rules import TRANSFORMERS
+from mcore_rl.config.rules_rollout import list_reward_terms
+from mcore_rl.config.rules_train import build_server_config, validate_eval
 from mcore_rl.config.schema import EvalConfig, RLConfig, ScoringConfig
 from mcore_rl.controller.batch_ops import fetch_batch, get_sample_columns
 from mcore_rl.controller.pending_call import gather_results
@@ -108,7 +108,7 @@ def run(config: EvalConfig) -> None:
         RunFailed: It had to stop. The samples of finished sets are left.
     """
     started = get_start_time()
-    resolve_eval(config)
+    validate_eval(config)
     config = fetch_inputs(config)
     use_family(config.model.family or TRANSFORMERS)  # it is only served
     with (

@@ -16,11 +16,11 @@ from tempfile import TemporaryDirectory
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from mcore_rl.config.allowed import MAX_SEED
 from mcore_rl.config.checks import check_between, check_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.regular_file import open_regular
-from mcore_rl.config.resolve import MAX_SEED
 from mcore_rl.data.files import Row, RowSource, open_file, open_rows
 from mcore_rl.data.publishers import PUBLISHERS, Publisher, RowSkipped, Values
 from mcore_rl.examples.tasks.registry import TASKS

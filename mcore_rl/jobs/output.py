@@ -19,7 +19,7 @@ from mcore_rl.config.atomic_file import open_lock, write_file
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.resolve import list_test_files
+from mcore_rl.config.rules import list_test_files
 from mcore_rl.config.schema import (
     EvalConfig,
     ModelConfig,

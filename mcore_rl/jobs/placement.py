@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, TimeoutsConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.ray_session import has_gpus
@@ -83,7 +83,7 @@ def resolve_for_nodes(
     Raises:
         ConfigError: A setting is wrong, or the nodes cannot do what it says.
     """
-    resolve(config, needs_data=needs_data)
+    validate_rl(config, needs_data=needs_data)
     device_type = device_type or detect_device_type()
     check_engines(config, device_type)  # before a model is downloaded
     config = fetch_inputs(config, with_weights=needs_data)

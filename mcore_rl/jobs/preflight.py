@@ -18,10 +18,10 @@ from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.checkpoint.peft import check_adapter, get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import list_test_files, list_train_files
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
-from mcore_rl.config.resolve_engine import resolve_schedule
-from mcore_rl.config.resolve_rollout import list_reward_terms
+from mcore_rl.config.rules import list_test_files, list_train_files
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
+from mcore_rl.config.rules_engine import validate_schedule
+from mcore_rl.config.rules_rollout import list_reward_terms
 from mcore_rl.config.schema import MoEConfig, RewardConfig, RLConfig, RolloutConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
@@ -404,8 +404,8 @@ def _check_critic(config: RLConfig, role: Role, actor: Role, policy: HFConfig) -
     critic, path = config.critic, config.critic.model_path
     initial_config = read_checkpoint_config(path, "critic.model_path") if path else policy
     load_backend(critic, "critic").check_model("critic", critic, build_value_config(initial_config))
-    resolve_schedule("critic.optimizer", critic.optimizer, role.spec.total_steps)
-    resolve_schedule("actor.optimizer", config.actor.optimizer, actor.spec.total_steps)
+    validate_schedule("critic.optimizer", critic.optimizer, role.spec.total_steps)
+    validate_schedule("actor.optimizer", config.actor.optimizer, actor.spec.total_steps)
     check_choice("critic.loss_aggregation", critic.loss_aggregation, _CRITIC_AGGREGATIONS)
 
 

@@ -19,7 +19,7 @@ from mcore_rl.config.checks import check_exists
 from mcore_rl.config.describe import SettingRenamer, flatten_settings
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
-from mcore_rl.config.resolve import list_test_files, list_train_files
+from mcore_rl.config.rules import list_test_files, list_train_files
 from mcore_rl.config.schema import AnyData, RLConfig, TrainConfig
 from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.ray_nodes import create_checksum_reader

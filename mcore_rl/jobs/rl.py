@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.config.resolve_rollout import ROLE
+from mcore_rl.config.rules_rollout import ROLE
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.batch_ops import select_small_columns
 from mcore_rl.controller.object_store import choose_object_store_bytes, estimate_sample_bytes

@@ -21,10 +21,10 @@ from mcore_rl.algorithms.losses import (
     value_clip,
 )
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
-from mcore_rl.config.resolve import OWN_POOL, get_loop, get_pool
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
-from mcore_rl.config.resolve_rollout import ROLE, ServedModel, build_served_models
-from mcore_rl.config.resolve_train import get_data_config
+from mcore_rl.config.rules import OWN_POOL, get_loop, get_pool
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
+from mcore_rl.config.rules_rollout import ROLE, ServedModel, build_served_models
+from mcore_rl.config.rules_train import get_data_config
 from mcore_rl.config.schema import (
     ConversationsConfig,
     DPOConfig,

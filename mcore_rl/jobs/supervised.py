@@ -16,7 +16,7 @@ from pathlib import Path
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import get_data_config
+from mcore_rl.config.rules_train import get_data_config
 from mcore_rl.config.schema import (
     DPOConfig,
     RMConfig,

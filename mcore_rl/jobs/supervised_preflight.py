@@ -13,23 +13,23 @@ from mcore_rl.algorithms.inputs import check_needs, get_needs
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import (
+from mcore_rl.config.rules import (
     DTYPE_OF_LANE,
-    check_profile_steps,
     list_test_files,
     list_train_files,
-    resolve_profile,
+    validate_profile,
+    validate_profile_steps,
 )
-from mcore_rl.config.resolve_engine import (
-    check_float8_dtype,
-    check_overlap_dtype,
-    resolve_schedule,
+from mcore_rl.config.rules_engine import (
+    validate_float8_dtype,
+    validate_overlap_dtype,
+    validate_schedule,
 )
-from mcore_rl.config.resolve_train import (
+from mcore_rl.config.rules_train import (
     count_row_conversations,
     count_steps,
     get_data_config,
-    resolve_train,
+    validate_train,
 )
 from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
@@ -77,13 +77,13 @@ def resolve_for_device(
     Raises:
         ConfigError: A setting is wrong, or the engine or the device cannot do what it says.
     """
-    resolve_train(config, needs_data=needs_data)
+    validate_train(config, needs_data=needs_data)
     device = device_type or detect_device_type()
     check_train_engine(config, device)
-    resolve_profile(config, config.engine.layout, device)
+    validate_profile(config, config.engine.layout, device)
     dtype = DTYPE_OF_LANE[device] if config.model.dtype == "auto" else config.model.dtype
-    check_overlap_dtype("engine", config.engine, dtype)
-    check_float8_dtype("engine", config.engine, dtype)
+    validate_overlap_dtype("engine", config.engine, dtype)
+    validate_float8_dtype("engine", config.engine, dtype)
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("engine", config.model, config.engine)
     return replace(config, model=replace(config.model, dtype=dtype))
@@ -131,8 +131,8 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
         tests[name] = _load(config, {setting: file}, tokenizer, images)
         require_rows(f"trainer.eval_samples={num}", setting, len(tests[name]), num)
     steps = count_steps(config, len(train))
-    resolve_schedule("engine.optimizer", config.engine.optimizer, steps)
-    check_profile_steps(config.profile, steps)
+    validate_schedule("engine.optimizer", config.engine.optimizer, steps)
+    validate_profile_steps(config.profile, steps)
     return TrainInputs(train, tests, steps, images)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import prod
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import count_chunk_layers
+from mcore_rl.config.rules_engine import count_chunk_layers
 from mcore_rl.config.schema import Layout
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")  # fastest first

@@ -8,8 +8,8 @@ from tempfile import TemporaryDirectory
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import TRANSFORMERS
-from mcore_rl.config.resolve_train import resolve_eval
+from mcore_rl.config.rules import TRANSFORMERS
+from mcore_rl.config.rules_train import validate_eval
 from mcore_rl.config.schema import EvalConfig, RLConfig, TrainConfig
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.disk_space import compute_weight_bytes
@@ -291,7 +291,7 @@ def dry_run_evaluation(config: EvalConfig, console: Console | None = None) -> No
         ConfigError: The job would be refused, for the same reason.
     """
     console = console or get_stdout_console()
-    resolve_eval(config)
+    validate_eval(config)
     config = fetch_inputs(config)
     use_family(config.model.family or TRANSFORMERS)  # it is only served
     folder, refusal = inspect_run_dir(config.output_dir, config.resume, check_content)

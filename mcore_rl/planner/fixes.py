@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import get_data_config
+from mcore_rl.config.rules_train import get_data_config
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
 from mcore_rl.jobs.run_plan import CRITIC, plan_run
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config

@@ -16,11 +16,11 @@ from dataclasses import dataclass, fields, replace
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import are_colocated, resolve
-from mcore_rl.config.resolve_engine import (
-    resolve_layout,
-    resolve_megatron,
-    resolve_model_layout,
+from mcore_rl.config.rules import are_colocated, validate_rl
+from mcore_rl.config.rules_engine import (
+    validate_layout,
+    validate_megatron,
+    validate_model_layout,
 )
 from mcore_rl.config.schema import (
     CriticConfig,
@@ -167,7 +167,7 @@ def search_layouts(
 
 
 def _check_settings(config: RLConfig) -> None:
-    resolve(config, needs_data=False)
+    validate_rl(config, needs_data=False)
 
 
 def _count_free_devices(config: RLConfig, num_devices: int) -> int:
@@ -327,8 +327,8 @@ def _list_layouts(
         chunked = list(_list_chunked_layouts(Layout(tp, pp, cp, dp, ep, etp), num_layers))
         try:
             for layout in chunked[:1]:
-                resolve_layout("actor.layout", layout)
-                resolve_model_layout("actor.layout", layout, sizes)
+                validate_layout("actor.layout", layout)
+                validate_model_layout("actor.layout", layout, sizes)
         except ConfigError:
             continue
         yield from [*chunked[:2], *chunked[2:][-1:]]
@@ -382,7 +382,7 @@ def plan_trainer(
         if not fits and sum(kinds.values()) > _MOST_EXCESS * hardware.memory_bytes:
             continue
         try:
-            resolve_megatron("actor", engine)
+            validate_megatron("actor", engine)
         except ConfigError:  # such as full recompute with moe.overlap
             continue
         trainer = Trainer(engine, kinds, planner.predict_update(load).total_s)
@@ -588,7 +588,7 @@ def _follow_frozen(config: RLConfig, run: RunPlan, key: str, layout: Layout) -> 
     for candidate in (replace(layout, vpp=1), plain):
         try:
             for model_sizes in sizes:
-                resolve_model_layout(f"{key}.layout", candidate, model_sizes)
+                validate_model_layout(f"{key}.layout", candidate, model_sizes)
         except ConfigError:
             continue
         return replace(settings, layout=candidate)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.rules import are_colocated
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig, TrainConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.engine.base import load_backend

@@ -13,8 +13,8 @@ import torch
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_train import resolve_train
+from mcore_rl.config.rules import validate_rl
+from mcore_rl.config.rules_train import validate_train
 from mcore_rl.config.schema import RLConfig, TrainConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.jobs.placement import check_engines, detect_device_type, resolve_for_nodes
@@ -137,11 +137,11 @@ def check_settings(config: Job, device_type: str) -> None:
         ConfigError: A layout cannot be, or an engine does not read a setting.
     """
     if isinstance(config, RLConfig):
-        resolve(config, needs_data=False)
+        validate_rl(config, needs_data=False)
         check_engines(config, device_type)
         check_layouts(config, plan_run(config))
     else:
-        resolve_train(config, needs_data=False)
+        validate_train(config, needs_data=False)
         check_train_engine(config, device_type)
         _check_layout(config)
 

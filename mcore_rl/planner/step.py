@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from mcore_rl.config.resolve import are_colocated
+from mcore_rl.config.rules import are_colocated
 from mcore_rl.config.schema import EngineConfig, RLConfig, TrainConfig
 from mcore_rl.jobs.run_plan import CRITIC, Role, RunPlan, needs_reference_log_probs, plan_run
 from mcore_rl.models.base import HFConfig, read_config

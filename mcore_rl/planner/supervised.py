@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from mcore_rl.config.resolve_train import count_row_conversations, get_data_config
+from mcore_rl.config.rules_train import count_row_conversations, get_data_config
 from mcore_rl.config.schema import LoRAConfig, RMConfig, SFTConfig, TrainConfig
 from mcore_rl.jobs.run_plan import (
     REFERENCE,

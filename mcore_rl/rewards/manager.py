@@ -11,8 +11,8 @@ from typing import Any
 
 from mcore_rl.config.checks import check_positive
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_rollout import RewardTerm, list_reward_terms
-from mcore_rl.config.schema import RewardConfig
+from mcore_rl.config.rules_rollout import list_reward_terms
+from mcore_rl.config.schema import RewardConfig, RewardTerm
 from mcore_rl.data.sample import Sample
 from mcore_rl.data.thoughts import find_answer
 from mcore_rl.rewards.processes import (

@@ -41,7 +41,7 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from mcore_rl.config.resolve import count_extra_groups
+from mcore_rl.config.rules import count_extra_groups
 
 T = TypeVar("T")  # a column of a group: samples, rewards, log-probs; opaque here
 

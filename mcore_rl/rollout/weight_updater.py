@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from mcore_rl.config.resolve import get_loop
+from mcore_rl.config.rules import get_loop
 from mcore_rl.config.schema import RLConfig, RolloutConfig, WeightSyncConfig
 from mcore_rl.controller.pending_call import PendingCall, Timeout, gather_results
 from mcore_rl.controller.worker_group import WorkerGroup

@@ -24,7 +24,7 @@ import ray
 
 from mcore_rl.agents.single_turn import Group, Prompt, SingleTurnLoop
 from mcore_rl.config.errors import ConfigError, DiedError
-from mcore_rl.config.resolve_rollout import ServedModel
+from mcore_rl.config.rules_rollout import ServedModel
 from mcore_rl.config.schema import AgentConfig, RewardConfig, RolloutConfig
 from mcore_rl.controller.dispatch import Dispatch, register
 from mcore_rl.data.batch import IMAGES, Batch

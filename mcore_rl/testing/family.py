@@ -18,7 +18,7 @@ import torch
 
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.ranks import run_in_process
@@ -82,7 +82,7 @@ def check_family(
         check_rules(path)
         hf_config = read_config(path)
         for layout in layouts or [*_list_layouts(hf_config)]:
-            resolve_model_layout("layout", layout, get_model_sizes(hf_config))
+            validate_model_layout("layout", layout, get_model_sizes(hf_config))
             run_in_processes("megatron", str(path), layout, family, timeout_s=timeout_s)
         job = partial(check_conversion, family, str(path), folder)
         with unwrap_failures():
@@ -110,8 +110,8 @@ def save_random_checkpoint(config: PretrainedConfig, path: Path) -> None:
 def _list_layouts(hf_config: HFConfig) -> Iterator[Layout]:
     for layout in _LAYOUTS:
         try:
-            resolve_layout("layout", layout)
-            resolve_model_layout("layout", layout, get_model_sizes(hf_config))
+            validate_layout("layout", layout)
+            validate_model_layout("layout", layout, get_model_sizes(hf_config))
         except ConfigError:
             continue
         yield layout

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
+from mcore_rl.config.allowed import QUANTIZATIONS
 from mcore_rl.config.checks import (
     check_at_least,
     check_choice,
@@ -24,8 +25,7 @@ from mcore_rl.config.checks import (
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
-from mcore_rl.config.resolve_rollout import QUANTIZATIONS
+from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import (
     HFConfig,
@@ -173,8 +173,8 @@ def _read_model_config(model: Path) -> HFConfig:
 
 def _check_layouts(config: HFConfig, train: Layout, generate: GenerationLayout) -> None:
     sizes = get_model_sizes(config)
-    resolve_layout("--train", train)
-    resolve_model_layout("--train", train, sizes)
+    validate_layout("--train", train)
+    validate_model_layout("--train", train, sizes)
     key = "--generate tp"
     check_divides(key, generate.tp, "attention heads", sizes.num_attention_heads)
     if generate.tp > sizes.num_query_groups and not sizes.is_mla:  # each head on several ranks

@@ -33,7 +33,7 @@ import ray
 from mcore_rl.algorithms.controllers import Coefficients
 from mcore_rl.algorithms.sample_choice import CURRICULA
 from mcore_rl.config.import_path import is_import_path, load_user_class
-from mcore_rl.config.resolve_algorithm import build_teachers
+from mcore_rl.config.rules_algorithm import build_teachers
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.batch import Batch, Samples
 from mcore_rl.data.datasets import PromptDataset

@@ -25,7 +25,7 @@ from mcore_rl.algorithms.losses import LOSSES, MAX_LOG_RATIO
 from mcore_rl.algorithms.sample_choice import check_sample_functions
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.resolve import get_loop
+from mcore_rl.config.rules import get_loop
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 
 # By metric of the losses beside algorithm.loss: the column with the weights of its tokens.

@@ -16,7 +16,7 @@ from mcore_rl.algorithms.controllers import Coefficients, measure
 from mcore_rl.algorithms.inputs import is_prepared
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.config.import_path import is_import_path
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES, build_teachers
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.schema import AlgorithmConfig, RLConfig
 from mcore_rl.controller.batch_ops import (
     concat_batches,

@@ -24,7 +24,7 @@ from mcore_rl.algorithms.inputs import (
 )
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.algorithms.sample_choice import CHOICE_STREAM, choose_responses
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, FilterConfig, TrainerConfig
 from mcore_rl.controller.batch_ops import B, select_rows
 from mcore_rl.data.batch import UNSET, Batch, Jagged, Samples

@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
+from mcore_rl.config.allowed import TRANSPORTS
 from mcore_rl.config.errors import PeerError
 from mcore_rl.config.import_path import is_import_path, load_user_class
-from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint

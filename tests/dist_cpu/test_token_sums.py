@@ -25,7 +25,7 @@ from mcore_rl.algorithms.losses import (
     negative_log_likelihood,
     value_clip,
 )
-from mcore_rl.config.resolve_algorithm import TOP_TOKEN_LOSSES
+from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES
 from mcore_rl.config.schema import AlgorithmConfig, DistillationConfig, Layout
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import LossFunction

@@ -14,7 +14,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller.dispatch import register
 from mcore_rl.controller.ray_patches import skip_node_services

@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     Layout,
@@ -140,7 +140,7 @@ def settings() -> RLConfig:
     config.algorithm = AlgorithmConfig(group_size=GROUP_SIZE)
     config.placement.rollout = "own"
     config.model.path = config.data.train_file = config.data.test_file = "given"
-    resolve(config)
+    validate_rl(config)
     return resolve_for_lane(config, "cpu")
 
 

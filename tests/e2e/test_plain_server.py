@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import shards
 import tiny_families
 
-from mcore_rl.config.resolve import TRANSPORTS
+from mcore_rl.config.allowed import TRANSPORTS
 from mcore_rl.config.schema import RewardConfig
 from mcore_rl.controller import reaper
 from mcore_rl.data.sample import Sample

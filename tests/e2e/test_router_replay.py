@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoints, read_checkpoint
-from mcore_rl.config.resolve import resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane
 from mcore_rl.config.schema import Layout, ReplayConfig, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register

@@ -18,6 +18,7 @@ from mcore_rl.agents.tools.built_in import PythonTool, SearchTool, calculator
 from mcore_rl.agents.tools.mcp_tools import McpServer, McpTools
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_function
+from mcore_rl.config.limits import build_settings
 from mcore_rl.config.regular_file import read_regular
 from mcore_rl.config.schema import AgentConfig, SandboxSettings
 from mcore_rl.sandbox.sandbox import Sandbox, SandboxError
@@ -109,9 +110,7 @@ def _load_source(name: str, config: AgentConfig) -> object:
 
 def _make_sandbox(config: AgentConfig) -> Sandbox:
     try:
-        return Sandbox(SandboxSettings(**config.sandbox))
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"agent.sandbox: {error}") from error
+        return Sandbox(build_settings("agent.sandbox", SandboxSettings, config.sandbox))
     except SandboxError as error:
         raise ConfigError(f"agent.tools has 'python', and {error}") from error
 

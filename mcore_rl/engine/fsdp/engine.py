@@ -21,8 +21,8 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors
 from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import TRANSFORMERS
-from mcore_rl.config.resolve_engine import resolve_fsdp
+from mcore_rl.config.rules import TRANSFORMERS
+from mcore_rl.config.rules_engine import validate_fsdp
 from mcore_rl.config.schema import EngineConfig, LoRAConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.images import ImageStore, ImageTokens
@@ -492,7 +492,7 @@ def _merge(
 def _check_settings(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check what can be checked without the model."""
     del device_type
-    resolve_fsdp(key, engine)
+    validate_fsdp(key, engine)
 
 
 def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:

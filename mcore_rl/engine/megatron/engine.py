@@ -19,10 +19,10 @@ from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.checkpoint.peft import Factors, check_targets
 from mcore_rl.checkpoint.stacks import stack_slices
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import (
-    resolve_megatron,
-    resolve_model_engine,
-    resolve_model_layout,
+from mcore_rl.config.rules_engine import (
+    validate_megatron,
+    validate_model_engine,
+    validate_model_layout,
 )
 from mcore_rl.config.schema import EngineConfig
 from mcore_rl.data.batch import Batch
@@ -551,7 +551,7 @@ class RewardEngine(ValueEngine):
 
 def _check_settings(key: str, engine: EngineConfig, device_type: str) -> None:
     """Check the settings, and that ranks on "cuda" or "cpu" can have the modules that they name."""
-    resolve_megatron(key, engine)
+    validate_megatron(key, engine)
     device.choose_modules(engine.modules, device_type, key)
     passthrough.check_fields(key, engine, device_type)
 
@@ -566,8 +566,8 @@ def _check_model(key: str, engine: EngineConfig, hf_config: HFConfig) -> None:
         )
     check_no_unread_field(hf_config)
     sizes = get_model_sizes(hf_config)
-    resolve_model_layout(f"{key}.layout", engine.layout, sizes)
-    resolve_model_engine(key, engine, sizes)
+    validate_model_layout(f"{key}.layout", engine.layout, sizes)
+    validate_model_engine(key, engine, sizes)
     if engine.fp8.recipe != "off":
         weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
         passthrough.check_float8_sizes(key, engine, weights, sizes.num_layers)

@@ -19,7 +19,7 @@ from megatron.core.optimizer.optimizer import ChainedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_schedule
+from mcore_rl.config.rules_engine import validate_schedule
 from mcore_rl.config.schema import OptimizerConfig
 from mcore_rl.engine.megatron.device import get_device_type, is_transformer_engine_installed
 from mcore_rl.engine.megatron.passthrough import PassedFields
@@ -50,7 +50,7 @@ def check_optimizer(settings: OptimizerConfig, total_steps: int) -> None:
             "optimizer.cpu_offload=true needs transformer-engine 2.1 or newer, which is not "
             "installed; allowed: false"
         )
-    resolve_schedule("optimizer", settings, total_steps)
+    validate_schedule("optimizer", settings, total_steps)
 
 
 def wrap_chunks(

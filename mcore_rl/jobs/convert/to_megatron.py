@@ -21,7 +21,7 @@ from mcore_rl.checkpoint.torch_dist import DistFile
 from mcore_rl.checkpoint.torch_dist_metadata import Record, write_metadata
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.jobs.convert.megatron_checkpoint import COMPANIONS
 from mcore_rl.jobs.convert.plan import (
@@ -83,10 +83,10 @@ def plan_conversion(model: Path, output: Path, layout: Layout, dtype: str | None
     Raises:
         ConfigError: The folder is no checkpoint of a family, or the layout does not divide it.
     """
-    resolve_layout("--layout", layout)
+    validate_layout("--layout", layout)
     reader = CheckpointReader(model)
     config = get_model_config(reader.read_config())
-    resolve_model_layout("--layout", layout, get_model_sizes(config))
+    validate_model_layout("--layout", layout, get_model_sizes(config))
     padded = pad_vocab_size(config, layout.tp)
     weights = map_model_weights(config, padded)
     reader.check(list_logical_tensors(weights))

@@ -18,6 +18,7 @@ import torch
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.files import read_checkpoint_info
 from mcore_rl.checkpoint.hf import CheckpointReader
+from mcore_rl.config.allowed import DTYPES
 from mcore_rl.config.checks import (
     check_at_least,
     check_choice,
@@ -27,8 +28,7 @@ from mcore_rl.config.checks import (
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPES
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, ModelConfig
 from mcore_rl.data.tokenizer import read_tokenizer
 from mcore_rl.engine.base import EngineSpec
@@ -120,7 +120,7 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
     )
     model = _read_model_config("--model", settings.model)
     sizes = get_model_sizes(model)
-    resolve_model_layout("--layout", settings.layout, sizes)
+    validate_model_layout("--layout", settings.layout, sizes)
     configs = [model]
     if settings.reference:
         configs.append(_read_model_config("--reference", settings.reference))
@@ -152,7 +152,7 @@ def _check_options(settings: ParitySettings) -> None:
     check_positive("--timeout", settings.timeout_s)
     if VLLM in settings.against and importlib.util.find_spec("vllm") is None:
         raise ConfigError(f"--against={VLLM}: vllm is not installed; allowed: {HF}")
-    resolve_layout("--layout", settings.layout)
+    validate_layout("--layout", settings.layout)
     num_gpus, needed = torch.cuda.device_count(), settings.layout.world_size
     if 0 < num_gpus < needed:
         raise ConfigError(f"--layout has {needed} ranks; this machine has {num_gpus} GPUs")

@@ -15,7 +15,7 @@ from mcore_rl.algorithms.estimates import (
     majority_at_k,
     pass_at_k,
 )
-from mcore_rl.config.resolve_train import MAX_N
+from mcore_rl.config.allowed import MAX_N
 
 
 def cases(num_cases: int):

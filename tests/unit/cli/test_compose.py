@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config, format_recipe
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import (
     EvalConfig,
     Layout,
@@ -31,7 +31,7 @@ def test_every_recipe_composes_and_resolves(recipe):
     if not config.task.name:  # model and data are the user's
         files = ("model.path", "data.train_file", "data.test_file")
         config = compose_config(RLConfig, [f"recipe={recipe}", *(f"{f}={f}" for f in files)])
-    resolve(config)
+    validate_rl(config)
 
 
 def test_overrides_win_over_the_recipe_and_keep_their_types():
@@ -268,7 +268,7 @@ def test_a_recipe_and_a_model_with_too_long_a_path_are_one_line(path):
         compose_config(RLConfig, [f"recipe={path}"])
     config = compose_config(RLConfig, ["task.name=last_digit", f"model.path={path}"])
     with pytest.raises(ConfigError, match=r"^model.path='.* is too long: \d+ bytes"):
-        resolve(config)
+        validate_rl(config)
 
 
 TEXTS = st.text(st.characters(codec="utf-8", exclude_categories=["C"])).map(str.strip)
@@ -304,7 +304,7 @@ def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text)
 
 def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
-    resolve(config)
+    validate_rl(config)
     resolved = resolve_for_lane(config, "cuda")
     assert resolved.actor.layout == resolved.warm_start.layout == Layout()
     assert resolved.model.dtype == "bfloat16" and resolved.task.name == "last_digit"

@@ -9,14 +9,14 @@ import pytest
 from mcore_rl.cli import bench, convert, plan, verify
 from mcore_rl.cli.options import parse_layout
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_layout
+from mcore_rl.config.rules_engine import validate_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 
 
 def fits(layout: Layout) -> bool:
     try:
-        resolve_layout("layout", layout)
+        validate_layout("layout", layout)
     except ConfigError:
         return False
     return True
@@ -41,7 +41,7 @@ def test_a_given_dp_is_never_changed():
     assert parse_layout("--layout", "tp=2,ep=2,dp=3", Layout).dp == 3
     assert parse_layout("--layout", "tp=2,ep=4,dp=1", Layout).dp == 1
     with pytest.raises(ConfigError, match=r"= 2; the smallest --layout\.dp that fits: 2"):
-        resolve_layout("--layout", Layout(tp=2, ep=4))
+        validate_layout("--layout", Layout(tp=2, ep=4))
     with pytest.raises(ConfigError, match=r"generate.ep=4; allowed: 1, or a multiple"):
         parse_layout("--generate", "tp=2,ep=4,dp=1", GenerationLayout)
 
@@ -50,7 +50,7 @@ def test_a_given_dp_is_never_changed():
 def test_an_axis_of_no_rank_is_left_for_the_rules(axis):
     layout = parse_layout("--layout", f"{axis}=0", Layout)
     with pytest.raises(ConfigError, match=rf"--layout.{axis}=0; allowed: at least 1"):
-        resolve_layout("--layout", layout)
+        validate_layout("--layout", layout)
 
 
 @pytest.mark.parametrize(
@@ -93,5 +93,5 @@ def test_chat_takes_top_k_and_stop_strings(monkeypatch):
     monkeypatch.setattr(job, "run", runs.append)
     chat.main(["folder", "--top-k", "5", "--stop", "a", "--stop=b"])
     assert (runs[0].top_k, runs[0].stop) == (5, ("a", "b"))
-    with pytest.raises(ConfigError, match=r"--stop=\[''\]"):
+    with pytest.raises(ConfigError, match=r"--stop\[0\]=''; allowed: a text"):
         chat.main(["folder", "--stop", ""])

@@ -12,12 +12,11 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.job import _REGISTRIES, JOB_COMMANDS, SCHEMAS, list_choices
 from mcore_rl.cli.main import main
 from mcore_rl.config.describe import (
-    CHOICES,
     FUNCTION_SETTINGS,
     list_setting_groups,
     list_setting_names,
 )
-from mcore_rl.config.resolve import list_warnings
+from mcore_rl.config.rules import list_warnings
 from mcore_rl.config.schema import RLConfig
 
 HEAVY = ("torch", "ray", "vllm", "transformers", "megatron", "numpy")
@@ -127,7 +126,10 @@ def test_choices_and_settings_of_functions_are_those_of_the_registries():
     assert {kind for group in FUNCTION_SETTINGS.values() for kind in group} <= kinds
     keys = [name for schema in SCHEMAS.values() for name in list_setting_names(schema)]
     ends = {".".join(key.split(".")[-count:]) for key in keys for count in (1, 2)}
-    assert {*CHOICES, *_REGISTRIES} <= ends
+    assert {*_REGISTRIES} <= ends
+    assert names["actor.recompute.modules"][:2] == ("core_attn", "mlp")
+    assert names["placement.actor"] == ("shared", "own")
+    assert "" not in names["task.name"]
 
 
 def test_the_printed_config_runs_again_as_a_recipe(monkeypatch, capsys, tmp_path):

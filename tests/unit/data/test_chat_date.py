@@ -12,8 +12,8 @@ import pytest
 from mcore_rl.agents.chat_template.codec import ChatMessage, parse_messages
 from mcore_rl.agents.chat_template.validation import select_codec
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_train import resolve_eval, resolve_train
+from mcore_rl.config.rules import validate_rl
+from mcore_rl.config.rules_train import validate_eval, validate_train
 from mcore_rl.config.schema import (
     ConversationsConfig,
     DataConfig,
@@ -78,14 +78,14 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
 @pytest.mark.parametrize("value", ["", "today", "20250309", "2025-02-30", "9 Mar 2025"])
 def test_a_date_that_is_none_is_refused(value):
     message = rf"model\.chat_date='{value}'; allowed: a date, YYYY-MM-DD"
-    for config, check in ((RLConfig(), resolve), (SFTConfig(), resolve_train)):
+    for config, check in ((RLConfig(), validate_rl), (SFTConfig(), validate_train)):
         config.model.chat_date = value
         with pytest.raises(ConfigError, match=message):
             check(config)
     config = EvalConfig()
     config.model.chat_date, config.model.path = value, "m"
     with pytest.raises(ConfigError, match=message if value else "data.sets is empty"):
-        resolve_eval(config)
+        validate_eval(config)
 
 
 def test_an_evaluation_and_a_chat_have_the_date_of_the_run(tmp_path):

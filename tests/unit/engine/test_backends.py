@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError, StateError
-from mcore_rl.config.resolve_engine import resolve_engine
+from mcore_rl.config.rules_engine import validate_engine
 from mcore_rl.config.schema import (
     EngineConfig,
     FSDPConfig,
@@ -24,6 +24,7 @@ from mcore_rl.config.schema import (
     ModelConfig,
     MoEConfig,
     OptimizerConfig,
+    RecomputeConfig,
     RLConfig,
     SFTConfig,
 )
@@ -89,7 +90,7 @@ def engine(path) -> Any:
 )
 def test_an_import_path_that_is_no_backend_is_refused_by_its_setting(path, name, message):
     config = EngineConfig(backend=f"{path}:{name}")
-    resolve_engine("actor", config)  # imports nothing
+    validate_engine("actor", config)  # imports nothing
     with pytest.raises(ConfigError, match=message):
         check_engine_settings("actor", config, "language_model", "cpu")
 
@@ -131,17 +132,22 @@ def test_settings_that_an_engine_reads_and_those_of_its_processes_are_its_own(pa
 
 
 @pytest.mark.parametrize(
-    "config",
+    ("config", "message"),
     [
-        EngineConfig(modules="mine"),
-        EngineConfig(moe=MoEConfig(dispatcher="mine")),
-        EngineConfig(moe=MoEConfig(dispatcher="allgather"), layout=Layout(pp=2)),
+        (
+            EngineConfig(moe=MoEConfig(dispatcher="allgather"), layout=Layout(pp=2)),
+            r"actor.moe.dispatcher='allgather' with actor.layout.pp=2",
+        ),
+        (
+            EngineConfig(mtp_loss_coef=0.1, recompute=RecomputeConfig("full")),
+            r"actor.recompute.granularity='full' with actor.mtp_loss_coef=0.1",
+        ),
     ],
 )
-def test_rules_of_megatrons_settings_hold_for_megatron_alone(path, config):
+def test_rules_of_megatrons_settings_hold_for_megatron_alone(path, config, message):
     custom = replace(config, backend=f"{path}:OPEN")
     check_engine_settings("actor", custom, "language_model", "cpu")
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=message):
         check_engine_settings("actor", config, "language_model", "cpu")
 
 

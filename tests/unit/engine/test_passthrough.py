@@ -13,7 +13,7 @@ from megatron.core.transformer import TransformerConfig
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.passthrough import find_rule
-from mcore_rl.config.resolve_engine import resolve_engine
+from mcore_rl.config.rules_engine import validate_engine
 from mcore_rl.config.schema import (
     EngineConfig,
     Float8Config,
@@ -41,7 +41,7 @@ BLOCKWISE = Float8Config("blockwise")
 def check(megatron: dict[str, Any], device_type: str = "cuda", **settings: Any) -> None:
     """Check settings as before a run, of ranks on other nodes unless `device_type` is "cpu"."""
     config = EngineConfig(megatron=megatron, **settings)
-    resolve_engine("actor", config)
+    validate_engine("actor", config)
     check_engine_settings("actor", config, "language_model", device_type)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.passthrough import find_rule
-from mcore_rl.config.resolve_rollout import build_served_models
+from mcore_rl.config.rules_rollout import build_served_models
 from mcore_rl.config.schema import RLConfig, RolloutConfig
 from mcore_rl.inference.registry import check_server_settings
 from mcore_rl.inference.vllm import engine_arguments

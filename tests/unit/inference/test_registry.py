@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig, SpeculativeConfig
 from mcore_rl.inference.protocol import ServerSpec
 from mcore_rl.inference.registry import (
@@ -97,7 +97,7 @@ def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, back
     write_backend(tmp_path)
     config = make_config(backend.format(file=tmp_path / "server.py"))
     with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve(config)
+        validate_rl(config)
         check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
 
 
@@ -134,7 +134,7 @@ def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, back
 def test_a_setting_that_needs_a_feature_is_refused_by_name(tmp_path, missing, settings, message):
     features = ", ".join(part for part in ALL.split(", ") if not missing or missing not in part)
     config = make_config(write_backend(tmp_path, features), **settings)
-    resolve(config)
+    validate_rl(config)
     with pytest.raises(ConfigError, match=re.escape(message)):
         check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
 
@@ -225,7 +225,7 @@ def test_without_features_a_server_takes_checkpoints_on_devices_of_its_own(tmp_p
     config = make_config(
         write_backend(tmp_path, ""), weight_sync__method="full_export", placement__rollout="own"
     )
-    resolve(config)
+    validate_rl(config)
     check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
 
 
@@ -233,9 +233,9 @@ def test_servers_of_frozen_models_have_backends_too(tmp_path):
     config = make_config(write_backend(tmp_path))
     config.agent.loop, config.agent.environment = "environment", "guessing"
     config.models = {"judge": {"backend": write_backend(tmp_path), "tp": 2}}
-    resolve(config)
+    validate_rl(config)
     with pytest.raises(ConfigError, match=r"models.judge.tp=2: a server of models.judge.backend="):
         check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
     config.models["judge"]["backend"] = "trtllm"
     with pytest.raises(ConfigError, match=r"models.judge.backend='trtllm'; allowed: 'vllm', 's"):
-        resolve(config)
+        validate_rl(config)

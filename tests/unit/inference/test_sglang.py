@@ -23,7 +23,7 @@ import tiny_families
 import tiny_models
 
 from mcore_rl.config.errors import ConfigError, StateError
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import SamplingParams, ServerSpec
 from mcore_rl.inference.registry import check_server_settings
@@ -403,7 +403,7 @@ def test_weights_come_as_checkpoints_only(method):
     config.rollout.sglang.url = "http://127.0.0.1:30000"
     config.weight_sync.method = method
     config.placement.rollout = "auto" if method == "colocated" else "own"
-    resolve(config)
+    validate_rl(config)
     config = resolve_for_lane(config, "cpu")
     if method == "full_export":
         check_servers(config, plan_run(config))
@@ -418,9 +418,9 @@ def test_frozen_models_have_settings_of_sglang():
     config.task.name, config.actor.layout.tp = "last_digit", 2
     config.agent.loop, config.agent.environment = "environment", "guessing"
     config.models = {"judge": {"backend": "sglang", "sglang": {"url": "http://127.0.0.1:1"}}}
-    resolve(config)
+    validate_rl(config)
     check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
     config.models["judge"]["sglang"] = {"port": 1}
     message = "models.judge.sglang.port=1; allowed: url, api_key_env, python, arguments"
     with pytest.raises(ConfigError, match=message):
-        resolve(config)
+        validate_rl(config)

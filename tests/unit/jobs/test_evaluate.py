@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_train import build_server_config, resolve_eval
+from mcore_rl.config.rules_train import build_server_config, validate_eval
 from mcore_rl.config.schema import EvalConfig, SamplingConfig, ScoringConfig
 from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -51,9 +51,9 @@ def test_dummy_weights_are_refused_without_a_trainer(load_format):
     config.model.path, config.output_dir, config.data.sets = "m", "out", {"a": "a.jsonl"}
     config.rollout.load_format = load_format
     if load_format != "dummy":
-        return resolve_eval(config)
+        return validate_eval(config)
     with pytest.raises(ConfigError, match=r"rollout.load_format='dummy': an evaluation has no tr"):
-        resolve_eval(config)
+        validate_eval(config)
 
 
 def test_an_evaluation_whose_batches_are_too_small_for_a_prompt_is_refused_on_a_cpu():

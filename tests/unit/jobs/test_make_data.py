@@ -18,7 +18,7 @@ import pytest
 from mcore_rl.cli import data as command
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.rules import validate_rl
 from mcore_rl.config.schema import DataConfig, RLConfig
 from mcore_rl.data.datasets import load_prompts
 from mcore_rl.data.files import open_rows
@@ -380,7 +380,7 @@ PAGE = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
 def test_the_settings_for_several_files_that_the_page_shows_fit_together():
     [shown] = [line for line in PAGE.splitlines() if line.startswith("data.train_files=")]
     config = compose_config(RLConfig, [*shown.split(), "model.path=m", "data.test_file=t"])
-    resolve(config)
+    validate_rl(config)
     assert config.data.train_weights == [2, 1, 1]
     assert len(config.data.train_files) == 3
 

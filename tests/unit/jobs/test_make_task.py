@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config import resolve
+from mcore_rl.config import allowed
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.examples.tasks.registry import TASKS
 from tests.unit.jobs.test_make_data import run
@@ -48,7 +48,7 @@ def test_a_task_of_several_turns_is_what_its_recipe_trains_on(monkeypatch, capsy
 def test_the_setting_allows_every_task_and_the_command_makes_one_with_pictures(
     monkeypatch, capsys, tmp_path
 ):
-    assert {*resolve.TASKS} == {"", *TASKS}
+    assert {*allowed.TASKS} == {*TASKS}
     status, out, err = run(monkeypatch, capsys, "pictures", "--output", tmp_path / "made")
     assert (status, err) == (0, "")
     rows = [line.rpartition(": ")[2] for line in out.splitlines()]

@@ -17,7 +17,7 @@ from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.cli.plan_time import count_sync_bytes
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
@@ -58,7 +58,7 @@ def composed(name: str, *overrides: str) -> RLConfig:
     """Compose a recipe for GPUs."""
     files = ["model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet"]
     config = compose_config(RLConfig, [f"recipe={name}", *files, *overrides])
-    resolve(config)
+    validate_rl(config)
     return resolve_for_lane(config, "cuda")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import ray
 
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import RLConfig, TimeoutsConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.controller.pending_call import WorkerError

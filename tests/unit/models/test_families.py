@@ -14,7 +14,7 @@ import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_model_layout
+from mcore_rl.config.rules_engine import validate_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models import base
 from mcore_rl.models.base import (
@@ -379,9 +379,9 @@ def test_a_layout_that_does_not_divide_a_hybrid_model_is_refused_by_name(layout,
     sizes = get_model_sizes(QWEN3_NEXT_80B_A3B)
     if message:
         with pytest.raises(ConfigError, match=message):
-            resolve_model_layout("layout", layout, sizes)
+            validate_model_layout("layout", layout, sizes)
     else:
-        resolve_model_layout("layout", layout, sizes)
+        validate_model_layout("layout", layout, sizes)
 
 
 def test_gated_delta_nets_without_their_kernels_are_refused_by_name(monkeypatch):

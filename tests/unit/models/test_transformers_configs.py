@@ -11,7 +11,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import TRANSFORMERS
+from mcore_rl.config.rules import TRANSFORMERS
 from mcore_rl.models.base import (
     estimate_cost,
     get_family,

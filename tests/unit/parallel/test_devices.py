@@ -16,7 +16,7 @@ from ray._private.accelerators import (
 from torch.distributed import distributed_c10d
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import DTYPE_OF_LANE
+from mcore_rl.config.rules import DTYPE_OF_LANE
 from mcore_rl.jobs.placement import detect_device_type, get_device_resource
 from mcore_rl.parallel.devices import DEVICES, detect_device, get_gpu
 from tests.fakes import FakeGpu, replace_torch_cuda

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     EngineConfig,

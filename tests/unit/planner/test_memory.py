@@ -14,7 +14,7 @@ import yaml
 
 from mcore_rl.cli.main import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_placement
+from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import (
     DataConfig,
     EngineConfig,

@@ -17,7 +17,7 @@ import transformers
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.plan import main
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import TRANSFORMERS
+from mcore_rl.config.rules import TRANSFORMERS
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
 from mcore_rl.models.base import read_config, scope_family

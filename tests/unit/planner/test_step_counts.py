@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore_rl.config.resolve_engine import FLOAT8_RECIPES
+from mcore_rl.config.allowed import FLOAT8_RECIPES
 from mcore_rl.config.schema import (
     CriticConfig,
     Float8Config,

@@ -21,9 +21,9 @@ from mcore_rl.cli.job import JOB_COMMANDS, SCHEMAS
 from mcore_rl.cli.main import load_command, main
 from mcore_rl.cli.options import parse_layout
 from mcore_rl.config.describe import RENAMED, list_setting_names
-from mcore_rl.config.resolve import resolve
-from mcore_rl.config.resolve_engine import resolve_layout
-from mcore_rl.config.resolve_train import resolve_eval, resolve_train
+from mcore_rl.config.rules import validate_rl
+from mcore_rl.config.rules_engine import validate_layout
+from mcore_rl.config.rules_train import validate_eval, validate_train
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.examples.tasks.last_digit import split_problems
@@ -162,7 +162,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Settings fit together, what only prints prints, and layouts of options fit."""
     name, arguments = words[0], words[1:]
     if name in SCHEMAS and not set(arguments) & {"--help", "--list-recipes"}:
-        check = {"rl": resolve, "eval": resolve_eval}.get(name, resolve_train)
+        check = {"rl": validate_rl, "eval": validate_eval}.get(name, validate_train)
         check(compose_config(SCHEMAS[name], [a for a in arguments if not a.startswith("-")]))
         arguments = [a for a in arguments if a != "--dry-run"] + ["--print-config"]
     if name in (*SCHEMAS, "completion") or name.startswith("-"):
@@ -172,7 +172,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     options = load_command(name).build_parser().parse_args(arguments)
     for option in ("layout", "train", "target"):
         if text := getattr(options, option, None):
-            resolve_layout(f"--{option}", parse_layout(f"--{option}", text, Layout))
+            validate_layout(f"--{option}", parse_layout(f"--{option}", text, Layout))
     if text := getattr(options, "generate", None):
         parse_layout("--generate", text, GenerationLayout)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.resolve import resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.run_plan import plan_run
 from tests.pages import select_commands

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from mcore_rl.config.resolve_engine import BACKENDS
-from mcore_rl.config.resolve_rollout import SERVER_BACKENDS
+from mcore_rl.config.allowed import BACKENDS, SERVER_BACKENDS
 
 ROOT = Path(__file__).resolve().parents[3]
 LINKED = ("benchmarks", "configs", "examples", "models")  # into the package

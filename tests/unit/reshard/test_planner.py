@@ -14,7 +14,7 @@ import pytest
 
 import mcore_rl.models  # noqa: F401  (fills the registry of families)
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve_engine import resolve_layout, resolve_model_layout
+from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import Layout
 from mcore_rl.models.base import get_family, get_model_sizes, pad_vocab_size
 from mcore_rl.parallel.mesh import Mesh, split_into_chunks
@@ -114,8 +114,8 @@ def draw(rng: random.Random) -> Case | None:
         layout.last_stage_layers = rng.choice([None, None, 0, 1])
     sizes = get_model_sizes(config)
     try:
-        resolve_layout("train", layout)
-        resolve_model_layout("train", layout, sizes)
+        validate_layout("train", layout)
+        validate_model_layout("train", layout, sizes)
         generation = GenerationLayout(
             tp=size(1, 2, 4, 8), pp=size(1, 1, 2), dp=size(1, 2), ep=size(1, 1, 2, 4, 8)
         )

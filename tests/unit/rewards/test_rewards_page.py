@@ -8,7 +8,7 @@ from dataclasses import MISSING, fields
 import pytest
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.rules import validate_rl
 from mcore_rl.config.schema import RewardConfig, RLConfig
 from mcore_rl.rewards.manager import RewardManager, check_columns
 from mcore_rl.rewards.registry import get_registry
@@ -41,7 +41,7 @@ def test_the_recipes_are_of_rewards_that_there_are(block, tmp_path, monkeypatch)
     monkeypatch.setenv("JUDGE_KEY", "k")
     (tmp_path / "mine.yaml").write_text(block)
     config = compose_config(RLConfig, [f"recipe={tmp_path / 'mine.yaml'}"])
-    resolve(config)
+    validate_rl(config)
     RewardManager(config.reward, config.rollout.max_response_tokens)
     check_columns(config.reward, ["answer"])
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
-from mcore_rl.config.resolve import MAX_SEED
+from mcore_rl.config.allowed import MAX_SEED
 from mcore_rl.config.schema import EvaluationConfig, RolloutConfig, SpeculativeConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset

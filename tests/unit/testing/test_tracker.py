@@ -14,7 +14,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from examples.csv_tracker import CSVTracker
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve_trackers
+from mcore_rl.config.rules import validate_rl
+from mcore_rl.config.schema import RLConfig
 from mcore_rl.observability.metrics import MetricsLogger
 from mcore_rl.observability.trackers import TensorBoard, TrackedRun, check_trackers
 from mcore_rl.testing import check_tracker
@@ -183,10 +184,14 @@ def test_metrics_go_to_trackers_by_name_and_by_import_path(tmp_path):
 
 
 def test_settings_allow_an_import_path_and_say_so():
-    resolve_trackers(["tensorboard", "my_package.trackers:MyTracker"])
+    config = RLConfig()
+    config.task.name = "last_digit"
+    config.trainer.trackers = ["tensorboard", "my_package.trackers:MyTracker"]
+    validate_rl(config)
+    config.trainer.trackers = ["tensorboard", "csv"]
     message = r"trackers\[1\]='csv'; allowed: 'tensorboard'.*, or the import path of a Tracker, "
     with pytest.raises(ConfigError, match=message):
-        resolve_trackers(["tensorboard", "csv"])
+        validate_rl(config)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve
+from mcore_rl.config.rules import validate_rl
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.testing import check_transport
 from mcore_rl.testing.transport import CHECKS, NUM_RANKS, TransportChecks
@@ -78,11 +78,11 @@ def test_another_name_is_refused_by_the_setting_and_by_the_suite():
     config.task.name = "last_digit"
     config.weight_sync.method, config.weight_sync.transport = "disaggregated", "smoke"
     with pytest.raises(ConfigError, match=r"weight_sync.transport='smoke'; allowed: 'process_gr"):
-        resolve(config)
+        validate_rl(config)
     config.weight_sync.transport = EXAMPLE
-    resolve(config)
+    validate_rl(config)
     config.weight_sync.method = "colocated"
     with pytest.raises(ConfigError, match=r"has no part in weight_sync.method='colocated'"):
-        resolve(config)
+        validate_rl(config)
     with pytest.raises(ConfigError, match=r"only=\['speed'\]; allowed: layouts, verification"):
         check_transport(EXAMPLE, only=["speed"])

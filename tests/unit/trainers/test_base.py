@@ -3,8 +3,9 @@
 import pytest
 
 from mcore_rl.cli.compose import compose_config
+from mcore_rl.config.allowed import MODES
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import MODES, get_loop, resolve
+from mcore_rl.config.rules import get_loop, validate_rl
 from mcore_rl.config.schema import RLConfig, TrainerConfig
 from mcore_rl.trainers.base import TRAINERS, load_trainer
 
@@ -40,7 +41,7 @@ def test_a_trainer_by_import_path_follows_the_rules_of_its_loop(path):
     assert get_loop(TrainerConfig(mode=mode)) == "one_step_off"
     shared = ["recipe=quickstart", f"trainer.mode={mode}", "placement.rollout=shared"]
     with pytest.raises(ConfigError, match="trains while they generate"):
-        resolve(compose_config(RLConfig, shared))
+        validate_rl(compose_config(RLConfig, shared))
 
 
 @pytest.mark.parametrize("name", ["Wrong", "function", "missing"])

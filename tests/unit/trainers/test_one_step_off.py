@@ -15,7 +15,7 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import resolve, resolve_for_lane
+from mcore_rl.config.rules import resolve_for_lane, validate_rl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     FilterConfig,
@@ -152,7 +152,7 @@ class Run:
         config.placement.rollout = "own"
         config.model.path = config.data.train_file = config.data.test_file = "given"
         config.algorithm = AlgorithmConfig(group_size=2, **other)
-        resolve(config)
+        validate_rl(config)
         self.config = config = resolve_for_lane(config, "cpu")
         self.servers = Servers()
         self.actor = Policy(self.servers)
@@ -419,7 +419,7 @@ def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
     config.placement.teacher = "a"
     message = f"placement.rollout='{rollout}' has the servers on the pool of {mates}; .*; allowed:"
     with pytest.raises(ConfigError, match=message):
-        resolve(config)
+        validate_rl(config)
     config.placement.rollout = "auto"
-    resolve(config)
+    validate_rl(config)
     assert resolve_for_lane(config, "cpu").placement.rollout == "own"

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import routes
 
+from mcore_rl.config.allowed import TRANSPORTS
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import TRANSPORTS
 from mcore_rl.config.schema import Layout
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.weight_sync.spec import TransferSpec, plan_transfer

@@ -6,42 +6,30 @@ A rule that fails raises ConfigError naming the setting, its value and what is a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mcore_rl.config.checks import (
-    check_at_least,
-    check_between,
-    check_choice,
-    check_date,
-    check_positive,
-    check_values,
-)
+from mcore_rl.config.checks import check_values
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.resolve import (
+from mcore_rl.config.limits import check_limits
+from mcore_rl.config.rules import (
     DTYPE_OF_LANE,
-    DTYPES,
-    LONG_PROMPTS,
-    MAX_SEED,
     OWN_POOL,
     list_checkpoint_warnings,
     list_optimizer_warnings,
     list_test_files,
     list_train_files,
-    resolve_checkpoint,
-    resolve_held_out,
-    resolve_model,
-    resolve_sources,
+    validate_held_out,
+    validate_sources,
+    validate_trackers,
 )
-from mcore_rl.config.resolve_engine import resolve_engine
-from mcore_rl.config.resolve_rollout import (
-    check_lane_batch,
-    check_quantized_dtype,
-    check_stop,
+from mcore_rl.config.rules_engine import validate_engine
+from mcore_rl.config.rules_rollout import (
     list_reward_terms,
-    resolve_reward,
-    resolve_servers,
+    validate_lane_batch,
+    validate_quantized_dtype,
+    validate_reward,
+    validate_servers,
 )
 from mcore_rl.config.schema import (
     ConversationsConfig,
@@ -58,30 +46,17 @@ from mcore_rl.config.schema import (
     TrainConfig,
 )
 
-MAX_N = 1000  # responses to a prompt: with more, numbers of subsets overflow float64
 
-
-def resolve_train(config: TrainConfig, *, needs_data: bool = True) -> None:
+def validate_train(config: TrainConfig, *, needs_data: bool = True) -> None:
     """Check every setting that needs no file.
 
     Args:
         needs_data: False if data settings may be empty.
     """
     check_values(config)
-    resolve_model(config.model)
-    check_between("seed", config.seed, 0, MAX_SEED)
-    if not config.output_dir:
-        raise ConfigError("output_dir='' names no folder")
-    steps = config.trainer
-    check_at_least("trainer.num_steps", steps.num_steps, 0)
-    check_positive("trainer.num_epochs", steps.num_epochs)
-    check_at_least("trainer.batch_size", steps.batch_size, 1)
-    check_at_least("trainer.eval_samples", steps.eval_samples, 0)
-    check_at_least("evaluation.every", config.evaluation.every, 0)
-    resolve_checkpoint(config)
-    check_positive("timeouts.start_s", config.timeouts.start_s)
-    check_positive("timeouts.call_s", config.timeouts.call_s)
-    resolve_engine("engine", config.engine)
+    check_limits("", config)
+    validate_trackers(config.trainer.trackers)
+    validate_engine("engine", config.engine)
     if config.engine.moe.router_replay == "rollout":
         raise ConfigError("engine.moe.router_replay='rollout': nothing is rolled out here; 'off'")
     data = get_data_config(config)
@@ -89,22 +64,18 @@ def resolve_train(config: TrainConfig, *, needs_data: bool = True) -> None:
     for key, value in ({"model.path": config.model.path} | files).items():
         if not value:
             raise ConfigError(f"{key}='' names nothing; it is needed")
-    resolve_sources(data)
-    resolve_held_out(config, has_sets=bool(list_test_files(data)))
-    check_at_least("data.max_tokens", data.max_tokens, 2)
-    check_choice("data.long_rows", data.long_rows, ("refuse", "drop"))
-    if isinstance(data, ConversationsConfig):
-        check_at_least("data.max_image_pixels", data.max_image_pixels, 1)
-    _resolve_pairs(config)
-    dp, rows = config.engine.layout.dp, steps.batch_size * count_row_conversations(config)
+    validate_sources(data)
+    validate_held_out(config, has_sets=bool(list_test_files(data)))
+    _validate_pairs(config)
+    dp, rows = config.engine.layout.dp, config.trainer.batch_size * count_row_conversations(config)
     if rows % dp:
         raise ConfigError(
             f"engine.layout.dp={dp} does not divide the {rows} conversations of a step "
-            f"(trainer.batch_size={steps.batch_size})"
+            f"(trainer.batch_size={config.trainer.batch_size})"
         )
 
 
-def _resolve_pairs(config: TrainConfig) -> None:
+def _validate_pairs(config: TrainConfig) -> None:
     """Check engine settings that only one of the three losses supports."""
     if isinstance(config, SFTConfig):
         for name, mode in (
@@ -122,8 +93,6 @@ def _resolve_pairs(config: TrainConfig) -> None:
             f"engine.mtp_loss_coef={config.engine.mtp_loss_coef}: prediction layers are trained by "
             "mcore-rl sft; allowed: 0"
         )
-    if isinstance(config, DPOConfig):
-        check_choice("reference.placement", config.reference.placement, ("shared", "own"))
 
 
 def get_data_config(config: TrainConfig) -> ConversationsConfig | PairsConfig:
@@ -157,47 +126,24 @@ def list_train_warnings(config: TrainConfig) -> Iterator[str]:
     yield from list_optimizer_warnings("engine.optimizer", optimizer, config.trainer.num_steps)
 
 
-def resolve_eval(config: EvalConfig) -> None:
+def validate_eval(config: EvalConfig) -> None:
     """Check every setting that needs no file."""
     check_values(config)
-    check_choice("model.dtype", config.model.dtype, (*DTYPES, "auto"))
-    if config.model.chat_date:
-        check_date("model.chat_date", config.model.chat_date)
-    check_choice("resume", config.resume, ("never", "auto"))
-    check_between("seed", config.seed, 0, MAX_SEED)
-    for key, value in (("model.path", config.model.path), ("output_dir", config.output_dir)):
-        if not value:
-            raise ConfigError(f"{key}='' names no folder")
+    check_limits("", config)
     if not config.data.sets:
         raise ConfigError("data.sets is empty; allowed: one or more, as data.sets.NAME=FILE")
-    for name in config.data.sets:
-        if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
-            raise ConfigError(
-                f"data.sets.{name}: its name is that of a file; allowed: letters, digits, '_', '-'"
-            )
-    check_at_least("data.num_prompts", config.data.num_prompts, 0)
-    check_at_least("data.max_prompt_tokens", config.data.max_prompt_tokens, 1)
-    check_at_least("data.max_image_pixels", config.data.max_image_pixels, 1)
-    check_choice("data.long_prompts", config.data.long_prompts, LONG_PROMPTS)
-    check_positive("timeouts.start_s", config.timeouts.start_s)
-    check_positive("timeouts.call_s", config.timeouts.call_s)
-    _resolve_sampling(config.rollout)
-    resolve_reward(config.reward)
-    _resolve_metrics(config)
+    _validate_sampling(config.rollout)
+    validate_reward(config.reward)
+    _validate_metrics(config)
 
 
-def _resolve_sampling(config: SamplingConfig) -> None:
-    check_stop("rollout.stop", config.stop)
-    resolve_servers(config)
+def _validate_sampling(config: SamplingConfig) -> None:
+    validate_servers(config)
     if config.load_format == "dummy":
         raise ConfigError(
             "rollout.load_format='dummy': an evaluation has no trainer that sends weights; "
             "allowed: 'auto', 'checkpoint'"
         )
-    check_between("rollout.n", config.n, 1, MAX_N)
-    check_at_least("rollout.temperature", config.temperature, 0)
-    if not 0 < config.top_p <= 1:
-        raise ConfigError(f"rollout.top_p={config.top_p}; allowed: above 0, up to 1")
     if not config.temperature and config.n > 1:
         raise ConfigError(
             f"rollout.n={config.n}: with rollout.temperature=0 all responses to a prompt are the "
@@ -205,11 +151,10 @@ def _resolve_sampling(config: SamplingConfig) -> None:
         )
 
 
-def _resolve_metrics(config: EvalConfig) -> None:
+def _validate_metrics(config: EvalConfig) -> None:
     for k in config.ks:
-        if not 1 <= k <= config.rollout.n:
+        if k > config.rollout.n:
             raise ConfigError(f"scoring.ks: {k}; allowed: 1 to rollout.n={config.rollout.n}")
-    check_at_least("scoring.correct_from", config.scoring.correct_from, -1e6)
     if config.scoring.term and config.scoring.term not in config.reward.terms:
         raise ConfigError(
             f"scoring.term={config.scoring.term!r}; allowed: '', or one of reward.terms: "
@@ -248,6 +193,6 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
         reward=config.reward,
         timeouts=config.timeouts,
     )
-    check_quantized_dtype(run.rollout, dtype)
-    check_lane_batch("rollout", run.rollout, run.max_sequence_tokens, device)
+    validate_quantized_dtype(run.rollout, dtype)
+    validate_lane_batch("rollout", run.rollout, run.max_sequence_tokens, device)
     return run

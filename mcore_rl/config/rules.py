@@ -7,53 +7,44 @@ rule that fails raises ConfigError naming the setting, its value and what is all
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 
-from mcore_rl.config.checks import (
-    check_at_least,
-    check_between,
-    check_choice,
-    check_date,
-    check_positive,
-    check_values,
-    is_url,
-)
+from mcore_rl.config.allowed import MODES
+from mcore_rl.config.checks import check_at_least, check_between, check_values
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_function
-from mcore_rl.config.resolve_algorithm import (
-    MAX_WEIGHT,
+from mcore_rl.config.limits import OneOf, check_limit, check_limits
+from mcore_rl.config.rules_algorithm import (
     fill_correction_level,
-    resolve_algorithm,
-    resolve_frozen_models,
+    validate_algorithm,
+    validate_frozen_models,
 )
-from mcore_rl.config.resolve_engine import (
-    check_float8_dtype,
-    check_overlap_dtype,
-    resolve_engine,
-    resolve_layout,
-    resolve_optimizer,
-    resolve_plain_engine,
-    resolve_schedule,
+from mcore_rl.config.rules_engine import (
+    validate_engine,
+    validate_float8_dtype,
+    validate_layout,
+    validate_optimizer,
+    validate_overlap_dtype,
+    validate_plain_engine,
+    validate_schedule,
 )
-from mcore_rl.config.resolve_rollout import (
-    check_lane_batches,
-    check_quantized_dtype,
-    resolve_agent,
-    resolve_drafts,
-    resolve_evaluation,
-    resolve_models,
-    resolve_reward,
-    resolve_rollout,
-    resolve_truncation,
+from mcore_rl.config.rules_rollout import (
+    validate_agent,
+    validate_drafts,
+    validate_evaluation,
+    validate_lane_batches,
+    validate_quantized_dtype,
+    validate_reward,
+    validate_served_models,
+    validate_servers,
+    validate_truncation,
 )
 from mcore_rl.config.schema import (
     AnyData,
     AsynchronousConfig,
     DataConfig,
     Layout,
-    ModelConfig,
     OptimizerConfig,
     PlacementConfig,
     ProfileConfig,
@@ -64,7 +55,6 @@ from mcore_rl.config.schema import (
 )
 
 TRANSFORMERS = "transformers"  # model.family for every architecture of transformers
-DTYPES = ("float32", "bfloat16")
 DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
 # Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
 LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
@@ -75,79 +65,49 @@ ROUTED_LOGPROB_GAP = 20.0
 # bits, bfloat16 to 8. The policies differ by more than rounding, and correction weights account
 # for that.
 FLOAT8_LOGPROB_GAPS = (20.0, 0.5)
-WEIGHT_SYNC_METHODS = ("colocated", "disaggregated", "full_export")
-TRANSPORTS = ("process_group", "nixl")
-VERIFY = ("off", "sampled", "full")
-TASKS = ("", "calculator", "code", "countdown", "last_digit", "pictures")
-LONG_PROMPTS = ("refuse", "drop")
 OWN_POOL = "own"
-MIN_CURRICULUM_WEIGHT = 1e-6  # a prompt of no weight would never be tried again
 MAX_PROFILES = 64  # traces of a model
-MAX_SEED = 2**32 - 1  # numpy's global generator, which vLLM seeds, takes no more
-MODES = ("sync", "one_step_off", "fully_async")
 DEFAULT_STALENESS = {"sync": 0, "one_step_off": 1, "fully_async": 2}
-TRACKERS = ("tensorboard", "wandb", "mlflow", "swanlab")
-_SET_NAME = "[A-Za-z0-9_-]+"
 
 
-def resolve(config: RLConfig, *, needs_data: bool = True) -> None:
+def validate_rl(config: RLConfig, *, needs_data: bool = True) -> None:
     """Check every setting that needs no file; without `needs_data` sources of data may be unset."""
     check_values(config)
-    check_choice("task.name", config.task.name, TASKS)
-    resolve_model(config.model)
-    check_choice("weight_sync.method", config.weight_sync.method, WEIGHT_SYNC_METHODS)
-    if not is_import_path(config.weight_sync.transport):
-        check_choice("weight_sync.transport", config.weight_sync.transport, TRANSPORTS)
-    check_choice("weight_sync.verify", config.weight_sync.verify, VERIFY)
-    check_between("seed", config.seed, 0, MAX_SEED)
-    check_between("task.worked_share", config.task.worked_share, 0, 1)
-    check_at_least("trainer.num_steps", config.trainer.num_steps, 1)
-    check_at_least("trainer.prompts_per_step", config.trainer.prompts_per_step, 1)
-    check_at_least("trainer.eval_samples", config.trainer.eval_samples, 0)
-    resolve_evaluation(config)
+    check_limits("", config)
+    validate_evaluation(config)
     has_sets = bool(list_test_files(config.data) or config.task.name)
-    resolve_held_out(config, has_sets=has_sets)
-    resolve_checkpoint(config)
-    for name in ("max_logprob_gap", "mean_logprob_gap"):
-        if (bound := getattr(config.trainer, name)) is not None:
-            check_positive(f"trainer.{name}", bound)
-    check_positive("timeouts.start_s", config.timeouts.start_s)
-    check_positive("timeouts.call_s", config.timeouts.call_s)
-    check_positive("weight_sync.timeout_s", config.weight_sync.timeout_s)
+    validate_held_out(config, has_sets=has_sets)
+    validate_trackers(config.trainer.trackers)
     if config.weight_sync.bind_address in ("", "0.0.0.0", "::"):
         raise ConfigError(
             f"weight_sync.bind_address={config.weight_sync.bind_address!r}: servers connect to it; "
             "allowed: 'auto', or an address of rank 0's machine that they reach"
         )
-    if not config.output_dir:
-        raise ConfigError("output_dir='' names no folder")
-    _resolve_data(config.data)
-    _resolve_files(config, needs_data)
-    resolve_engine("actor", config.actor)
-    _check_replay(config)
-    resolve_rollout(config.rollout)
+    _validate_data(config.data)
+    _validate_files(config, needs_data)
+    validate_engine("actor", config.actor)
+    _validate_replay(config)
+    validate_servers(config.rollout)
     stops = {"rollout.stop": config.rollout.stop, "evaluation.stop": config.evaluation.stop or []}
-    resolve_agent(config.agent, stops)
-    resolve_truncation(config)
-    resolve_drafts(config)
-    resolve_reward(config.reward)
-    _resolve_weight_sync(config)
-    resolve_mode(config)
-    _check_placement(config)
+    validate_agent(config.agent, stops)
+    validate_truncation(config)
+    validate_drafts(config)
+    validate_reward(config.reward)
+    _validate_weight_sync(config)
+    validate_mode(config)
+    _validate_placement(config)
     is_quantized = config.rollout.quantization is not None
-    resolve_algorithm(config.algorithm, get_staleness(config.trainer), is_quantized=is_quantized)
-    _resolve_batch(config)
+    validate_algorithm(config.algorithm, get_staleness(config.trainer), is_quantized=is_quantized)
+    _validate_batch(config)
     actor_steps = config.trainer.num_steps * config.algorithm.num_mini_batches
-    resolve_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
-    resolve_plain_engine("critic", config.critic)
-    check_at_least("critic.warmup_steps", config.critic.warmup_steps, 0)
-    check_positive("critic.clip_range", config.critic.clip_range)
-    resolve_frozen_models(config)
-    resolve_models(config)
-    _resolve_warm_start(config)
+    validate_schedule("actor.optimizer", config.actor.optimizer, actor_steps)
+    validate_plain_engine("critic", config.critic)
+    validate_frozen_models(config)
+    validate_served_models(config)
+    _validate_warm_start(config)
 
 
-def _check_replay(config: RLConfig) -> None:
+def _validate_replay(config: RLConfig) -> None:
     """Check that the experts and keys to replay are there wherever samples are trained on."""
     replay, share = config.actor.moe.router_replay, config.algorithm.filter.replay.share
     if replay == "rollout" and share:
@@ -166,21 +126,12 @@ def _check_replay(config: RLConfig) -> None:
             )
 
 
-def _resolve_warm_start(config: RLConfig) -> None:
+def _validate_warm_start(config: RLConfig) -> None:
     warm = config.warm_start
-    check_at_least("warm_start.num_steps", warm.num_steps, 0)
     if warm.num_steps:
-        check_at_least("warm_start.batch_size", warm.batch_size, 1)
-        check_at_least("warm_start.moe_aux_loss_coef", warm.moe_aux_loss_coef, 0)
-        resolve_layout("warm_start.layout", warm.layout)
-        resolve_optimizer("warm_start.optimizer", warm.optimizer)
-        resolve_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
-
-
-def resolve_model(config: ModelConfig) -> None:
-    """Check the settings of a model."""
-    check_choice("model.dtype", config.dtype, (*DTYPES, "auto"))
-    check_date("model.chat_date", config.chat_date)
+        validate_layout("warm_start.layout", warm.layout)
+        validate_optimizer("warm_start.optimizer", warm.optimizer)
+        validate_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
 def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) -> RLConfig:
@@ -202,19 +153,19 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
-    check_lane_batches(config, lane)
-    resolve_profile(config, config.actor.layout, lane)
-    check_profile_steps(config.profile, config.trainer.num_steps)
+    validate_lane_batches(config, lane)
+    validate_profile(config, config.actor.layout, lane)
+    validate_profile_steps(config.profile, config.trainer.num_steps)
     staleness = get_staleness(config.trainer)
     dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
     for key in ("actor", "critic", "reward_model", "teacher"):
-        check_overlap_dtype(key, getattr(config, key), dtype)
-        check_float8_dtype(key, getattr(config, key), dtype)
+        validate_overlap_dtype(key, getattr(config, key), dtype)
+        validate_float8_dtype(key, getattr(config, key), dtype)
     trainer, (largest, mean) = replace(config.trainer, staleness=staleness), LOGPROB_GAPS[dtype]
     if has_experts and dtype == "bfloat16" and config.actor.moe.router_replay != "rollout":
         largest = ROUTED_LOGPROB_GAP
     if config.rollout.quantization is not None:
-        check_quantized_dtype(config.rollout, dtype)
+        validate_quantized_dtype(config.rollout, dtype)
     is_float8 = config.rollout.quantization is not None or config.actor.fp8.recipe != "off"
     if is_float8:
         largest, mean = FLOAT8_LOGPROB_GAPS
@@ -232,13 +183,11 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     return replace(config, model=model, trainer=trainer, algorithm=algorithm)
 
 
-def resolve_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) -> None:
+def validate_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) -> None:
     """Check the settings of profiles on a lane, "cuda" or "cpu", of a trained model's layout."""
     profile = config.profile
-    for step in profile.steps:
-        check_at_least("profile.steps", step, 1)
-    for rank in profile.ranks:
-        check_between("profile.ranks", rank, 0, layout.world_size - 1)
+    for index, rank in enumerate(profile.ranks):
+        check_between(f"profile.ranks[{index}]", rank, 0, layout.world_size - 1)
     for name, values in (("steps", profile.steps), ("ranks", profile.ranks)):
         if len({*values}) < len(values):
             raise ConfigError(f"profile.{name}={values}: a number is there twice; allowed: once")
@@ -249,7 +198,6 @@ def resolve_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) -
             f"profile.steps and profile.ranks make {num} traces of each model; allowed: up to "
             f"{MAX_PROFILES}"
         )
-    check_at_least("profile.max_trace_bytes", profile.max_trace_bytes, 1)
     if profile.memory and lane == "cpu":
         raise ConfigError(
             "profile.memory=true: torch records the memory of CUDA's allocator alone, and the ranks"
@@ -259,7 +207,7 @@ def resolve_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) -
         raise ConfigError("profile.memory=true without profile.steps; allowed: steps to profile")
 
 
-def check_profile_steps(profile: ProfileConfig, num_steps: int) -> None:
+def validate_profile_steps(profile: ProfileConfig, num_steps: int) -> None:
     """Raise ConfigError for a profiled step beyond the last one of the run."""
     if profile.steps and max(profile.steps) > num_steps:
         raise ConfigError(
@@ -267,27 +215,13 @@ def check_profile_steps(profile: ProfileConfig, num_steps: int) -> None:
         )
 
 
-def resolve_checkpoint(config: RLConfig | TrainConfig) -> None:
-    """Check the settings of checkpoints, of trackers, and `resume`."""
-    resolve_trackers(config.trainer.trackers)
-    check_at_least("trainer.save_every", config.trainer.save_every, 0)
-    check_at_least("checkpoint.keep", config.checkpoint.keep, 1)
-    check_at_least("checkpoint.hf_every", config.checkpoint.hf_every, 0)
-    if (url := config.checkpoint.export_to) and not is_url(url):
-        raise ConfigError(f"checkpoint.export_to={url!r}; allowed: a URL, such as s3://bucket/name")
-    if not config.resume:
-        raise ConfigError("resume=''; allowed: 'never', 'auto', or the folder of a checkpoint")
-
-
-def resolve_trackers(trackers: Sequence[str]) -> None:
-    """Check trainer.trackers: known names or import paths, each once."""
-    for index, name in enumerate(trackers):
-        check_choice(f"trainer.trackers[{index}]", name, TRACKERS, contract="Tracker")
+def validate_trackers(trackers: Sequence[str]) -> None:
+    """Check that each tracker is named once."""
     if len(set(trackers)) < len(trackers):
         raise ConfigError(f"trainer.trackers={list(trackers)}; allowed: each once")
 
 
-def resolve_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
+def validate_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
     """Refuse settings of evaluations without a held-out set, or at other steps.
 
     A checkpoint can be the best by an evaluation if there is one at its step.
@@ -311,15 +245,9 @@ def resolve_held_out(config: RLConfig | TrainConfig, *, has_sets: bool) -> None:
         )
 
 
-def _resolve_data(config: DataConfig) -> None:
-    check_at_least("data.max_prompt_tokens", config.max_prompt_tokens, 1)
-    check_at_least("data.max_image_pixels", config.max_image_pixels, 1)
-    check_choice("data.long_prompts", config.long_prompts, LONG_PROMPTS)
-    resolve_sources(config)
+def _validate_data(config: DataConfig) -> None:
+    validate_sources(config)
     curriculum, weights = config.curriculum, config.train_weights
-    check_between("data.curriculum.decay", curriculum.decay, 0, 1)
-    check_between("data.curriculum.min_reward", curriculum.min_reward, -MAX_WEIGHT, MAX_WEIGHT)
-    check_between("data.curriculum.min_weight", curriculum.min_weight, MIN_CURRICULUM_WEIGHT, 1)
     if curriculum.name and weights:
         raise ConfigError(
             f"data.curriculum.name={curriculum.name!r} and data.train_weights={weights} both say "
@@ -327,7 +255,7 @@ def _resolve_data(config: DataConfig) -> None:
         )
 
 
-def resolve_sources(config: AnyData) -> None:
+def validate_sources(config: AnyData) -> None:
     """Check that training and held-out data are each named once, and that weights fit the files."""
     files, weights = config.train_files, config.train_weights
     if files and config.train_file:
@@ -340,16 +268,11 @@ def resolve_sources(config: AnyData) -> None:
             f"data.train_weights={weights}: {len(files)} files in data.train_files; allowed: a "
             "weight for each of them, or []"
         )
-    for index, weight in enumerate(weights):
-        check_positive(f"data.train_weights[{index}]", weight)
     if config.test_files and config.test_file:
         raise ConfigError(
             f"data.test_file={config.test_file!r} and data.test_files={config.test_files}; "
             "allowed: one of the two"
         )
-    for name in config.test_files:
-        if not re.fullmatch(_SET_NAME, str(name)):
-            raise ConfigError(f"data.test_files.{name}; allowed: names of {_SET_NAME}")
 
 
 def list_train_files(config: AnyData) -> dict[str, str]:
@@ -367,7 +290,7 @@ def list_test_files(config: AnyData) -> dict[str, tuple[str, str]]:
     return sources
 
 
-def _resolve_files(config: RLConfig, needs_data: bool) -> None:
+def _validate_files(config: RLConfig, needs_data: bool) -> None:
     data = config.data
     made_by_task = {"model.path": config.model.path}
     made_by_task["data.train_file"] = data.train_file or ", ".join(data.train_files)
@@ -405,13 +328,7 @@ def resolve_placement(config: RLConfig) -> PlacementConfig:
     return replace(config.placement, rollout=OWN_POOL if has_own_pool else "shared")
 
 
-def _check_placement(config: RLConfig) -> None:
-    for role, pool in asdict(resolve_placement(config)).items():
-        if pool == "auto" or not re.fullmatch("[A-Za-z][A-Za-z0-9_]*", pool):
-            raise ConfigError(
-                f"placement.{role}={pool!r}; allowed: 'shared', 'own', or the name of a pool, of "
-                "letters, digits and '_'"
-            )
+def _validate_placement(config: RLConfig) -> None:
     placement = resolve_placement(config)
     other_roles = asdict(placement).keys() - {"rollout"}
     colocated = sorted(role for role in other_roles if are_colocated(placement, "rollout", role))
@@ -430,7 +347,7 @@ def _check_placement(config: RLConfig) -> None:
         )
 
 
-def _check_adapters(config: RLConfig) -> None:
+def _validate_adapters(config: RLConfig) -> None:
     """Check what servers that get adapters alone need."""
     for setting, is_allowed, allowed in (
         (f"actor.lora.rank={config.actor.lora.rank}", config.actor.lora.rank, "above 0"),
@@ -459,12 +376,7 @@ def _check_adapters(config: RLConfig) -> None:
             raise ConfigError(f"rollout.lora='adapter' with {setting}; allowed: {allowed}")
 
 
-def _resolve_weight_sync(config: RLConfig) -> None:
-    bucket_bytes = config.weight_sync.bucket_bytes
-    if bucket_bytes < 32 or bucket_bytes % 32:  # two halves, each of aligned boxes
-        raise ConfigError(
-            f"weight_sync.bucket_bytes={bucket_bytes}; allowed: multiples of 32, at least one"
-        )
+def _validate_weight_sync(config: RLConfig) -> None:
     method, transport = config.weight_sync.method, config.weight_sync.transport
     if method != "disaggregated" and transport != WeightSyncConfig.transport:
         raise ConfigError(
@@ -472,7 +384,7 @@ def _resolve_weight_sync(config: RLConfig) -> None:
             "allowed: weight_sync.method='disaggregated'"
         )
     if config.rollout.lora == "adapter":
-        _check_adapters(config)
+        _validate_adapters(config)
     if method == "full_export" and config.rollout.load_format == "dummy":
         raise ConfigError(
             "rollout.load_format='dummy': vLLM's own loader, which reads what "
@@ -489,11 +401,9 @@ def _resolve_weight_sync(config: RLConfig) -> None:
         )
 
 
-def resolve_mode(config: RLConfig) -> None:
+def validate_mode(config: RLConfig) -> None:
     """Check trainer.mode, trainer.staleness and the settings of asynchronous training."""
     trainer, loop = config.trainer, get_loop(config.trainer)
-    check_at_least("trainer.asynchronous.max_groups", trainer.asynchronous.max_groups, 0)
-    check_between("trainer.asynchronous.oversampling", trainer.asynchronous.oversampling, 0, 1)
     if waiting := trainer.asynchronous.max_waiting_samples:
         samples_per_step = trainer.prompts_per_step * config.algorithm.group_size
         check_at_least("trainer.asynchronous.max_waiting_samples", waiting, samples_per_step)
@@ -503,8 +413,7 @@ def resolve_mode(config: RLConfig) -> None:
             "samples of the policy; allowed: 0, or trainer.mode='one_step_off', 'fully_async'"
         )
     if loop == "fully_async":
-        check_at_least("trainer.staleness", get_staleness(trainer), 0)
-        _resolve_fully_async(config)
+        _validate_fully_async(config)
         return
     check_between("trainer.staleness", get_staleness(trainer), 0, 1)
     if trainer.asynchronous != AsynchronousConfig():
@@ -523,7 +432,7 @@ def get_loop(trainer: TrainerConfig) -> str:
         ConfigError: There is no such loop, or the import path leads nowhere.
     """
     if not is_import_path(trainer.mode):
-        check_choice("trainer.mode", trainer.mode, MODES, contract="RLTrainer")
+        check_limit("trainer.mode", trainer.mode, OneOf(*MODES, contract="RLTrainer"))
         return trainer.mode
     loop = getattr(load_user_function("trainer.mode", trainer.mode), "mode", None)
     if loop not in MODES:
@@ -546,7 +455,7 @@ def count_extra_groups(oversampling: float, prompts_per_step: int) -> int:
     return math.ceil(round(oversampling * prompts_per_step, 9))  # 0.07 of 100 is 7
 
 
-def _resolve_fully_async(config: RLConfig) -> None:
+def _validate_fully_async(config: RLConfig) -> None:
     asynchronous, algorithm = config.trainer.asynchronous, config.algorithm
     mode = "trainer.mode='fully_async'"
     if asynchronous.oversampling and not get_staleness(config.trainer):
@@ -575,7 +484,7 @@ def _resolve_fully_async(config: RLConfig) -> None:
         )
 
 
-def _resolve_batch(config: RLConfig) -> None:
+def _validate_batch(config: RLConfig) -> None:
     prompts, mini_batches = config.trainer.prompts_per_step, config.algorithm.num_mini_batches
     if prompts % mini_batches:
         raise ConfigError(

@@ -9,32 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from mcore_rl.config.checks import (
-    check_at_least,
-    check_choice,
-    check_divides,
-    check_positive,
-    list_values,
-)
+from mcore_rl.config.allowed import EXPERT_MODULES
+from mcore_rl.config.checks import check_divides
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.import_path import is_import_path
+from mcore_rl.config.limits import check_limits
 from mcore_rl.config.schema import EngineConfig, Float8Config, Layout, LoRAConfig, OptimizerConfig
-
-SCHEDULES = ("constant", "linear", "cosine", "wsd")
-DISPATCHERS = ("alltoall", "allgather", "flex")
-OPTIMIZERS = ("adam", "muon")
-# Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
-AUX_LOSSES = ("aux_loss", "global_aux_loss")
-ROUTER_REPLAYS = ("off", "record", "rollout")
-INDEXER_REPLAYS = ("off", "record")
-FLOAT8_RECIPES = ("off", "blockwise", "mxfp8", "tensorwise")
-FLOAT8_FORMATS = ("e4m3", "hybrid")
-MODULES = ("auto", "te", "torch")
-BACKENDS = ("megatron", "fsdp")  # or an import path
-GRANULARITIES = ("none", "selective", "full")
-_EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
-RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *_EXPERT_MODULES)
-_AXES = ("tp", "pp", "cp", "dp", "ep", "etp", "vpp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,66 +35,45 @@ class ModelSizes:
     num_linear_heads: int = 0  # key heads of gated delta nets, which tp and cp split
 
 
-def resolve_engine(key: str, config: EngineConfig) -> None:
-    """Check the settings that every engine has; `key` names the group, such as actor.
+def validate_engine(key: str, config: EngineConfig) -> None:
+    """Check the rules between settings of every engine; `key` names the group, such as actor.
 
     A backend checks what only some engines have (engine/base.py).
     """
-    resolve_layout(f"{key}.layout", config.layout)
-    resolve_optimizer(f"{key}.optimizer", config.optimizer)
-    for name in ("max_tokens_per_micro_batch", "threads_per_rank"):
-        check_at_least(f"{key}.{name}", getattr(config, name), 1)
-    check_at_least(f"{key}.logprob_chunk_bytes", config.logprob_chunk_bytes, 0)
-    for name, value in list_values(key, config):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{name}={value}; allowed: a finite number")
-    if not is_import_path(config.backend):
-        check_choice(f"{key}.backend", config.backend, BACKENDS)
+    validate_layout(f"{key}.layout", config.layout)
+    validate_optimizer(f"{key}.optimizer", config.optimizer)
 
 
-def resolve_plain_engine(key: str, config: EngineConfig) -> None:
+def validate_plain_engine(key: str, config: EngineConfig) -> None:
     """Check the settings of an engine other than the actor's, without adapters or replay."""
-    resolve_engine(key, config)
+    validate_engine(key, config)
     if config.lora.rank or config.moe.router_replay != "off":
         raise ConfigError(f"{key}.lora and {key}.moe.router_replay: allowed: none, and 'off'")
     if config.indexer_replay != "off":
         raise ConfigError(f"{key}.indexer_replay={config.indexer_replay!r}; allowed: 'off'")
 
 
-def resolve_megatron(key: str, config: EngineConfig) -> None:
+def validate_megatron(key: str, config: EngineConfig) -> None:
     """Check the settings that Megatron reads, for its backend."""
-    check_choice(f"{key}.modules", config.modules, MODULES)
-    check_choice(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
-    check_choice(f"{key}.moe.aux_loss", config.moe.aux_loss, AUX_LOSSES)
-    check_choice(f"{key}.moe.router_replay", config.moe.router_replay, ROUTER_REPLAYS)
-    check_choice(f"{key}.indexer_replay", config.indexer_replay, INDEXER_REPLAYS)
-    check_at_least(f"{key}.moe.aux_loss_coef", config.moe.aux_loss_coef, 0)
-    check_at_least(f"{key}.moe.bias_update_rate", config.moe.bias_update_rate, 0)
-    for name in ("mtp_loss_coef", "indexer_loss_coef"):
-        check_at_least(f"{key}.{name}", getattr(config, name), 0)
-    resolve_lora(f"{key}.lora", config.lora)
-    _resolve_float8(key, config)
-    check_choice(f"{key}.recompute.granularity", config.recompute.granularity, GRANULARITIES)
-    check_at_least(f"{key}.recompute.num_layers", config.recompute.num_layers, 1)
-    for module in config.recompute.modules:
-        check_choice(f"{key}.recompute.modules", module, RECOMPUTE_MODULES)
+    validate_lora(f"{key}.lora", config.lora)
+    _validate_float8(key, config)
     if config.moe.dispatcher == "allgather" and config.layout.pp > 1:
         raise ConfigError(
             f"{key}.moe.dispatcher='allgather' with {key}.layout.pp={config.layout.pp}: packs of a "
             "pipeline differ in length, which that dispatcher does not take; allowed: 'alltoall'"
         )
     if config.moe.overlap:
-        _resolve_overlap(key, config)
+        _validate_overlap(key, config)
     if config.optimizer.cpu_offload and not config.optimizer.distributed:
         raise ConfigError(
             f"{key}.optimizer.cpu_offload=true needs {key}.optimizer.distributed=true; "
             f"{key}.optimizer.distributed=false"
         )
     if config.mtp_loss_coef:
-        _resolve_mtp(key, config)
+        _validate_mtp(key, config)
 
 
-def _resolve_overlap(key: str, config: EngineConfig) -> None:
+def _validate_overlap(key: str, config: EngineConfig) -> None:
     """Check what Megatron's schedule of overlapped exchanges (combined_1f1b.py) needs."""
     moe, layout, recompute = config.moe, config.layout, config.recompute
     modules = recompute.modules if recompute.granularity == "selective" else []
@@ -136,7 +94,7 @@ def _resolve_overlap(key: str, config: EngineConfig) -> None:
             )
 
 
-def check_overlap_dtype(key: str, config: EngineConfig, dtype: str) -> None:
+def validate_overlap_dtype(key: str, config: EngineConfig, dtype: str) -> None:
     """Check that a model whose exchanges are overlapped is not in float32."""
     if config.moe.overlap and dtype != "bfloat16":
         raise ConfigError(
@@ -145,13 +103,9 @@ def check_overlap_dtype(key: str, config: EngineConfig, dtype: str) -> None:
         )
 
 
-def _resolve_float8(key: str, config: EngineConfig) -> None:
+def _validate_float8(key: str, config: EngineConfig) -> None:
     """Check the settings of float8 products, except for what they need of GPUs."""
     fp8 = config.fp8
-    check_choice(f"{key}.fp8.recipe", fp8.recipe, FLOAT8_RECIPES)
-    check_choice(f"{key}.fp8.format", fp8.format, FLOAT8_FORMATS)
-    for name in ("bf16_layers_at_start", "bf16_layers_at_end"):
-        check_at_least(f"{key}.fp8.{name}", getattr(fp8, name), 0)
     defaults = asdict(Float8Config())
     for name, value in asdict(fp8).items():
         if fp8.recipe == "off" and value != defaults[name]:
@@ -166,7 +120,7 @@ def _resolve_float8(key: str, config: EngineConfig) -> None:
         )
 
 
-def _check_float8_layers(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
+def _validate_float8_layers(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
     """Check that the layers that stay in bfloat16 fit the model and the layout."""
     fp8, layout = config.fp8, config.layout
     most = sizes.num_layers // layout.pp
@@ -182,7 +136,7 @@ def _check_float8_layers(key: str, config: EngineConfig, sizes: ModelSizes) -> N
         )
 
 
-def check_float8_dtype(key: str, config: EngineConfig, dtype: str) -> None:
+def validate_float8_dtype(key: str, config: EngineConfig, dtype: str) -> None:
     """Check that a model with float8 products is not in float32."""
     if config.fp8.recipe != "off" and dtype != "bfloat16":
         raise ConfigError(
@@ -191,10 +145,9 @@ def check_float8_dtype(key: str, config: EngineConfig, dtype: str) -> None:
         )
 
 
-def resolve_fsdp(key: str, config: EngineConfig) -> None:
+def validate_fsdp(key: str, config: EngineConfig) -> None:
     """Check the settings that FSDP reads, for its backend."""
-    check_at_least(f"{key}.fsdp.num_replicas", config.fsdp.num_replicas, 1)
-    resolve_lora(f"{key}.lora", config.lora)
+    validate_lora(f"{key}.lora", config.lora)
     if (granularity := config.recompute.granularity) not in ("none", "full"):
         raise ConfigError(
             f"{key}.recompute.granularity={granularity!r}: fsdp recomputes whole layers; allowed: "
@@ -208,17 +161,15 @@ def resolve_fsdp(key: str, config: EngineConfig) -> None:
         )
 
 
-def resolve_lora(key: str, config: LoRAConfig) -> None:
+def validate_lora(key: str, config: LoRAConfig) -> None:
     """Check the settings of adapters, for a backend that has them."""
-    check_at_least(f"{key}.rank", config.rank, 0)
-    check_positive(f"{key}.alpha", config.alpha)
     if config.rank and not config.targets:
         raise ConfigError(
             f"{key}.targets=[] with {key}.rank={config.rank} adapts nothing; allowed: at least one"
         )
 
 
-def _resolve_mtp(key: str, config: EngineConfig) -> None:
+def _validate_mtp(key: str, config: EngineConfig) -> None:
     """Check the settings of the training of multi-token prediction layers."""
     if config.lora.rank:
         raise ConfigError(
@@ -243,18 +194,14 @@ def _resolve_mtp(key: str, config: EngineConfig) -> None:
         )
 
 
-def resolve_layout(key: str, layout: Layout) -> None:
-    """Check the axes of a layout against each other; `key` names it, such as actor.layout."""
-    for axis in _AXES:
-        check_at_least(f"{key}.{axis}", getattr(layout, axis), 1)
+def validate_layout(key: str, layout: Layout) -> None:
+    """Check the axes of a layout, alone and against each other; `key` names it: actor.layout."""
+    check_limits(key, layout)
     if layout.vpp > 1 and layout.pp == 1:
         raise ConfigError(f"{key}.vpp={layout.vpp} needs {key}.pp above 1; {key}.pp=1")
     for name in ("first_stage_layers", "last_stage_layers"):
         given = getattr(layout, name)
-        if given is None:
-            continue
-        check_at_least(f"{key}.{name}", given, 0)
-        if layout.pp == 1:
+        if given is not None and layout.pp == 1:
             raise ConfigError(f"{key}.{name}={given} needs {key}.pp above 1; {key}.pp=1")
     experts = layout.etp * layout.ep * layout.pp
     if layout.world_size % experts:
@@ -275,21 +222,10 @@ def find_smallest_dp(layout: Layout) -> int:
     return expert_ranks // math.gcd(expert_ranks, dense_ranks)
 
 
-def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
-    """Check the settings of an optimizer that are the same for every engine."""
-    check_choice(f"{key}.name", config.name, OPTIMIZERS)
-    check_choice(f"{key}.schedule", config.schedule, SCHEDULES)
-    check_positive(f"{key}.lr", config.lr)
-    check_positive(f"{key}.eps", config.eps)
-    if not 0 <= config.min_lr <= config.lr:
+def validate_optimizer(key: str, config: OptimizerConfig) -> None:
+    """Check the rules between settings of an optimizer that are the same for every engine."""
+    if config.min_lr > config.lr:
         raise ConfigError(f"{key}.min_lr={config.min_lr}; allowed: 0 to {key}.lr={config.lr}")
-    for name in ("warmup_steps", "weight_decay", "clip_grad", "max_skipped_steps"):
-        check_at_least(f"{key}.{name}", getattr(config, name), 0)
-    for name in ("beta1", "beta2"):
-        if not 0 <= getattr(config, name) < 1:
-            raise ConfigError(
-                f"{key}.{name}={getattr(config, name)}; allowed: 0 up to, not including, 1"
-            )
     if (config.schedule == "wsd") != (config.wsd_decay_steps > 0):
         raise ConfigError(
             f"{key}.wsd_decay_steps={config.wsd_decay_steps} with {key}.schedule="
@@ -297,7 +233,7 @@ def resolve_optimizer(key: str, config: OptimizerConfig) -> None:
         )
 
 
-def resolve_schedule(key: str, config: OptimizerConfig, total_steps: int) -> None:
+def validate_schedule(key: str, config: OptimizerConfig, total_steps: int) -> None:
     """Check that warm-up and decay fit into `total_steps` optimizer steps."""
     if config.schedule == "wsd" and total_steps:
         free = total_steps - config.warmup_steps
@@ -308,7 +244,7 @@ def resolve_schedule(key: str, config: OptimizerConfig, total_steps: int) -> Non
             )
 
 
-def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
+def validate_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
     """Check that a layout divides the model."""
     check_divides(f"{key}.tp", layout.tp, "attention heads", sizes.num_attention_heads)
     check_divides(f"{key}.tp", layout.tp, "key/value heads", sizes.num_query_groups)
@@ -335,7 +271,7 @@ def resolve_model_layout(key: str, layout: Layout, sizes: ModelSizes) -> None:
         )
 
 
-def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
+def validate_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> None:
     """Check that the model has the parts that the settings of an engine name."""
     if not sizes.num_experts:
         for name, off in (("aux_loss_coef", 0), ("router_replay", "off"), ("overlap", False)):
@@ -344,7 +280,7 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
                     f"{key}.moe.{name}={getattr(config.moe, name)!r}: the model has no experts; "
                     f"allowed: {off!r}"
                 )
-    _check_float8_layers(key, config, sizes)
+    _validate_float8_layers(key, config, sizes)
     if not sizes.has_router_bias and config.moe.bias_update_rate:
         raise ConfigError(
             f"{key}.moe.bias_update_rate={config.moe.bias_update_rate}: the routers of the model "
@@ -361,7 +297,7 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
             "not supported for a model with tied embeddings; allowed: 0"
         )
     if sizes.has_indexer:
-        _check_sparse_attention(key, config)
+        _validate_sparse_attention(key, config)
     else:
         for name, off in (("indexer_loss_coef", 0), ("indexer_replay", "off")):
             if (value := getattr(config, name)) != off:
@@ -371,10 +307,10 @@ def resolve_model_engine(key: str, config: EngineConfig, sizes: ModelSizes) -> N
                 )
     if config.recompute.granularity == "selective":
         for module in config.recompute.modules:
-            _check_recompute_module(f"{key}.recompute.modules", module, sizes)
+            _validate_recompute_module(f"{key}.recompute.modules", module, sizes)
 
 
-def _check_sparse_attention(key: str, config: EngineConfig) -> None:
+def _validate_sparse_attention(key: str, config: EngineConfig) -> None:
     """Check settings that Megatron's sparse attention does not take."""
     if config.lora.rank:
         # AbsorbedMLASelfAttention._get_kv_up_weights
@@ -402,10 +338,10 @@ def _check_sparse_attention(key: str, config: EngineConfig) -> None:
             )
 
 
-def _check_recompute_module(key: str, module: str, sizes: ModelSizes) -> None:
+def _validate_recompute_module(key: str, module: str, sizes: ModelSizes) -> None:
     if module == "mla_up_proj" and not sizes.is_mla:
         raise ConfigError(f"{key} names {module!r}: the model has no latent attention")
-    if module in _EXPERT_MODULES and not sizes.num_experts:
+    if module in EXPERT_MODULES and not sizes.num_experts:
         raise ConfigError(f"{key} names {module!r}: the model has no experts")
 
 
