@@ -1,18 +1,24 @@
 #!/usr/bin/env bash
-# What CI runs: set-up, every static gate, then the tests of all lanes but `nightly`.
-# Arguments go to pytest; the gates always run.
+# Set-up, every static gate, then the tests of a lane. Arguments go to pytest; the gates always run.
 #
-#   bash tests/run.sh
-#   bash tests/run.sh --nightly            # every test there is
+#   bash tests/run.sh                # the short lane: unit tests, a job of each trainer, a server
+#   bash tests/run.sh --all          # what CI runs: the short lane, then all others but `nightly`
+#   bash tests/run.sh --nightly      # every test there is
 #   bash tests/run.sh -m server -k seed -x
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
-lanes='not nightly'
-if [ "${1-}" = --nightly ]; then
+lanes='not nightly and (smoke or not (ranks or server or job))' # as in tests/conftest.py
+case "${1-}" in
+--all)
+    lanes='not nightly'
+    shift
+    ;;
+--nightly)
     lanes=''
     shift
-fi
+    ;;
+esac
 bash launch/setup_env.sh || exit 1
 export PATH="$root/.venv/bin:$PATH"
 

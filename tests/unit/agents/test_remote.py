@@ -245,6 +245,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.job
 def test_a_server_that_dies_under_a_request_is_an_error(monkeypatch):
     monkeypatch.setattr("mcore_rl.agents.frozen_model._PAUSES_S", (0.05,))
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)

@@ -66,6 +66,7 @@ def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, mon
     run(work)
 
 
+@pytest.mark.job
 def test_requests_under_which_a_server_dies_go_to_the_other(no_pauses):
     async def work() -> None:
         with a_process() as (url, process):
@@ -155,6 +156,7 @@ class Judging:
         return [Completion(ids, [0.0] * len(ids), "stop", [4] * len(ids))]
 
 
+@pytest.mark.job
 def test_a_judge_one_of_whose_servers_is_killed_goes_on_scoring(no_pauses):
     async def work() -> None:
         settings = {"served_by": "big", "template": "A: {response}", "high": 10.0}

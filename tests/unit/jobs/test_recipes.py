@@ -115,6 +115,7 @@ def test_a_recipe_states_its_cluster_and_memory(name):
     assert f"\n{line}" in text, line
 
 
+@pytest.mark.job
 @each_recipe
 def test_a_recipe_states_the_time_of_a_step(name):
     """# step: 310 s (generation 238 s, update 70 s) with responses of 4096 tokens, predicted"""
@@ -182,6 +183,7 @@ def test_every_setting_of_a_recipe_has_a_reason(name):
     assert [line for line in settings if line[0] != "#" and " # " not in line] == []
 
 
+@pytest.mark.job
 @each_recipe
 def test_plan_reshard_takes_the_layouts_of_a_recipe(name, monkeypatch, capsys):
     config, published = composed(name), PUBLISHED / f"{RECIPES[name].published}.json"
@@ -213,6 +215,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.job
 @each_recipe
 def test_a_recipe_is_dry_run_on_its_published_config(name, place, monkeypatch, capfd):
     (place / "model" / "config.json").write_text(json.dumps(model_of(name)))

@@ -17,6 +17,7 @@ def package() -> Any:
     return COUNT["Package"]()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.name)
 def test_a_walk_has_no_more_files_than_its_bound(package, walk):
     files = COUNT["list_files"](package, walk.legs, walk.declares)
