@@ -66,11 +66,19 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Without -m: `pytest` runs unit tests; what is named runs, of a path all but `nightly`."""
+    """Choose tests where -m does not: unit tests; of a file all but `nightly`; any test by name."""
     named = config.args_source is pytest.Config.ArgsSource.ARGS
-    if named and config.option.markexpr == UNIT:
-        whole_files = [argument for argument in config.args if "::" not in argument]
-        config.option.markexpr = "not nightly" if whole_files else ""
+    if not named or config.option.markexpr != UNIT:
+        return
+    paths = [argument for argument in config.args if "::" not in argument]
+    if not paths:
+        config.option.markexpr = ""
+    elif not all(is_unit_folder(Path(path).absolute()) for path in paths):
+        config.option.markexpr = "not nightly"
+
+
+def is_unit_folder(path: Path) -> bool:
+    return path.is_dir() and ROOT / "tests" / "unit" in (path, *path.parents)
 
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:

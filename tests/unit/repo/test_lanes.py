@@ -46,7 +46,7 @@ def test_two_steps_equal_one_rank(name): pass
 FILES = {
     "smoke.py": SMOKE,
     "unit/trainers/test_a.py": NIGHTLY + "def test_unit(): pass",
-    "unit/trainers/test_f.py": "import pytest\n@pytest.mark.job\ndef test_job(): pass",
+    "unit/trainers/test_fully_async.py": "import pytest\n@pytest.mark.job\ndef test_job(): pass",
     "dist_cpu/test_b.py": NIGHTLY,
     "dist_cpu/test_moe.py": MOE,
     "dist_cpu/test_c.py": "def test_ranks(): pass",
@@ -96,7 +96,10 @@ def run(project: Path, *arguments: str) -> dict[str, list[str]]:
 
 TWO_STEPS = "dist_cpu/test_moe.py::test_two_steps_equal_one_rank"
 PAGE = {  # the commands of CONTRIBUTING.md and docs/testing.md, and what runs of the files above
-    "pytest tests/unit/trainers": UNIT | {"unit/trainers/test_f.py::test_job"},
+    "pytest tests/unit/trainers": UNIT,
+    "pytest tests/unit/trainers/test_fully_async.py": {
+        "unit/trainers/test_fully_async.py::test_job"
+    },
     "pytest": UNIT,
     "pytest -m ranks": {
         *("dist_cpu/test_c.py::test_ranks", f"{TWO_STEPS}[moe/tp2]", f"{TWO_STEPS}[moe/pp2 vpp2]"),
