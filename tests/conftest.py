@@ -104,12 +104,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Lanes, groups and order: the short lane first, then the longest of what remains."""
     places, smoke = {}, set()
     for item in items:
-        lane = find_lane(item)
+        marks = {mark.name for mark in item.iter_markers()}
+        lane = next((name for name in LANES if name in marks), None)
+        lane = lane or LANE_OF_FOLDER.get(item.path.parent.name)
         if lane == "server" and item.path.parent.name != "e2e":  # whose conftest ends the servers
             raise pytest.UsageError(f"{item.nodeid}: tests with the mark server are in tests/e2e")
         if lane:
             item.add_marker(lane)
-        if listed := list_smoke_names(item):
+        listed = set() if "nightly" in marks else list_smoke_names(item)
+        if listed:
             item.add_marker("smoke")
             smoke |= listed
         item.add_marker(pytest.mark.xdist_group(choose_group(item, lane, bool(listed))))
@@ -128,7 +131,7 @@ def name_file(path: Path) -> str:
 
 def list_smoke_names(item: pytest.Item) -> set[tuple[str, str]]:
     """Return file and name by which `tests/smoke.py` lists a test: alone, or with all its cases."""
-    if item.path.parent.name not in LANE_OF_FOLDER or item.get_closest_marker("nightly"):
+    if item.path.parent.name not in LANE_OF_FOLDER:
         return set()
     file = name_file(item.path)
     names = {item.name, getattr(item, "originalname", item.name)}
@@ -153,10 +156,3 @@ def choose_place(item: pytest.Item, lane: str | None, is_smoke: bool) -> tuple[i
         return 1, 0
     is_in_folder = item.path.parent.name in LANE_OF_FOLDER
     return 0 if is_smoke else 2 if is_in_folder else 3, LANES.index(lane)
-
-
-def find_lane(item: pytest.Item) -> str | None:
-    for lane in LANES:
-        if item.get_closest_marker(lane):
-            return lane
-    return LANE_OF_FOLDER.get(item.path.parent.name)

@@ -30,6 +30,7 @@ from mcore_rl.config.schema import (
     RLConfig,
     TrainerConfig,
 )
+from tests.nightly import nightly
 
 
 def config(**changes):
@@ -505,7 +506,7 @@ def float_settings(part, prefix=""):
             yield prefix + entry.name
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, nightly(math.inf), nightly(-math.inf)])
 @pytest.mark.parametrize("key", list(float_settings(RLConfig())))
 def test_a_number_that_is_not_finite_is_named(key, value):
     made = config(**{key: value}, warm_start__num_steps=1)
