@@ -43,9 +43,8 @@ ENVIRONMENT = {
 for name, value in ENVIRONMENT.items():
     os.environ.setdefault(name, value)
 
-# Hundreds of processes import the same files: compile them once, whatever the environment says.
-sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+# Workers import the same files: while they do, compile them once, whatever the environment says.
+writes_no_bytecode, sys.dont_write_bytecode = sys.dont_write_bytecode, False
 
 skip_gc_at_exit()
 gc.disable()  # until everything is imported
@@ -62,6 +61,7 @@ def pytest_collection_finish() -> None:
     """Hide what has been imported from the garbage collector, which would look at it for ever."""
     gc.freeze()
     gc.enable()
+    sys.dont_write_bytecode = writes_no_bytecode
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -100,42 +100,31 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Lanes, groups and order: the short lane first, then the longest of what remains."""
-    places, smoke = {}, set()
+    places = {}
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         lane = next((name for name in LANES if name in marks), None)
         lane = lane or LANE_OF_FOLDER.get(item.path.parent.name)
         if lane == "server" and item.path.parent.name != "e2e":  # whose conftest ends the servers
             raise pytest.UsageError(f"{item.nodeid}: tests with the mark server are in tests/e2e")
-        if lane:
-            item.add_marker(lane)
-        listed = set() if "nightly" in marks else list_smoke_names(item)
-        if listed:
-            item.add_marker("smoke")
-            smoke |= listed
-        item.add_marker(pytest.mark.xdist_group(choose_group(item, lane, bool(listed))))
-        places[item] = choose_place(item, lane, bool(listed))
+        is_smoke = "nightly" not in marks and is_listed(item)
+        for name in filter(None, (lane, "smoke" if is_smoke else None)):
+            item.add_marker(name)
+        item.add_marker(pytest.mark.xdist_group(choose_group(item, lane, is_smoke)))
+        places[item] = choose_place(item, lane, is_smoke)
     items.sort(key=places.__getitem__)
-    runs_whole_lane = config.args_source is pytest.Config.ArgsSource.TESTPATHS
-    all_listed = {(file, name) for file, names in SMOKE.items() for name in names}
-    if config.option.markexpr == SHORT and runs_whole_lane and smoke != all_listed:
-        missing = sorted(all_listed - smoke)
-        raise pytest.UsageError(f"tests/smoke.py names what is no daily test: {missing}")
+
+
+def is_listed(item: pytest.Item) -> bool:
+    """Whether `tests/smoke.py` lists a test, alone or with all its cases."""
+    names = SMOKE.get(name_file(item.path), ())
+    return item.name in names or getattr(item, "originalname", None) in names
 
 
 def name_file(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
-
-
-def list_smoke_names(item: pytest.Item) -> set[tuple[str, str]]:
-    """Return file and name by which `tests/smoke.py` lists a test: alone, or with all its cases."""
-    if item.path.parent.name not in LANE_OF_FOLDER:
-        return set()
-    file = name_file(item.path)
-    names = {item.name, getattr(item, "originalname", item.name)}
-    return {(file, name) for name in names.intersection(SMOKE.get(file, ()))}
 
 
 def choose_group(item: pytest.Item, lane: str | None, is_smoke: bool) -> str:

@@ -9,13 +9,14 @@ set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
 lanes='not nightly and (smoke or not (ranks or server or job))' # as in tests/conftest.py
+workers=2
 case "${1-}" in
 --all)
-    lanes='not nightly'
+    lanes='not nightly' workers=3
     shift
     ;;
 --nightly)
-    lanes=''
+    lanes='' workers=3
     shift
     ;;
 esac
@@ -65,8 +66,8 @@ trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
     echo "$? $SECONDS" >"$logs/types.end"
 } &
 types=$!
-# Three workers: on two cores, one lane's waits for processes are another's time.
-python -m pytest -n 3 -m "$lanes" "$@"
+# With whole lanes three workers: on two cores, one lane's waits for processes are another's time.
+python -m pytest -n "$workers" -m "$lanes" "$@"
 record 'pytest' $? "$start"
 wait "$types"
 read -r status ended <"$logs/types.end" || { status=1 ended=$SECONDS; }

@@ -65,9 +65,13 @@ class Server:
 
 @asynccontextmanager
 async def serving(*servers: object, timeout_s: float = 30.0) -> AsyncIterator[RemoteGenerator]:
+    """Yield what sends requests to the servers, in this order; a text is the URL of a server."""
     async with AsyncExitStack() as stack:
         urls = []
         for server in servers:
+            if isinstance(server, str):
+                urls.append(server)
+                continue
             http = HttpServer(build_generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
             await http.start()
             stack.push_async_callback(http.close)

@@ -135,6 +135,7 @@ def test_plan_step_prints_the_time_that_a_recipe_states(place, monkeypatch, capf
     assert json.loads(capfd.readouterr().out)["step_s"] == step_of("qwen3_8b").step_s
 
 
+@pytest.mark.job
 @each_recipe
 def test_the_table_of_the_page_has_the_time_of_a_step(name):
     """Seconds of a step, of generation, of the update, of a weight sync; tokens per GPU."""

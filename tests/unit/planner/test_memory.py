@@ -282,6 +282,7 @@ def test_published_runs_fit_if_they_ran_and_only_then(index):
     assert fits == run["fits"], f"{plan.worst.name}: {plan.worst.total / 1e9:.1f} GB"
 
 
+@pytest.mark.job
 def test_the_page_has_the_table_of_published_runs():
     page = (ROOT / "docs" / "planning.md").read_text()
     assert format_memory_table().strip() in page, "run python -m tests.published_runs"

@@ -15,6 +15,7 @@ import yaml
 
 from tests.nightly import all_but
 from tests.pages import select_commands
+from tests.smoke import SMOKE as SMOKE_TESTS
 
 ROOT = Path(__file__).resolve().parents[3]
 NIGHTLY = """
@@ -151,13 +152,16 @@ def test_the_short_lane_is_that_of_the_command_and_runs_first(project: Path) -> 
     assert "e2e/test_d.py::test_cases[kept]" in all_tests[len(tests) :]
 
 
-def test_a_smoke_test_that_is_gone_is_an_error(project: Path, tmp_path: Path) -> None:
-    shutil.copytree(project, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "tests/dist_cpu/test_b.py").write_text("def test_renamed(): pass")
-    message = "names what is no daily test: [('tests/dist_cpu/test_b.py', 'test_cases')]"
-    assert message in start(tmp_path, "-n", "0", "-m", SHORT).stderr
+@pytest.mark.job
+def test_every_smoke_test_is_there() -> None:
+    tests = [f"{file}::{name}" for file, names in SMOKE_TESTS.items() for name in names]
+    done = start(ROOT, "-n", "0", "-m", "smoke", "--collect-only", "-q", "-q", *tests)
+    listed = [line.partition("[")[0] for line in done.stdout.splitlines() if "::" in line]
+    assert done.returncode == 0, done.stderr
+    assert {*listed} == {test.partition("[")[0] for test in tests} and len(listed) >= len(tests)
 
 
+@pytest.mark.job
 def test_a_lane_is_in_one_worker_and_everything_runs_for_an_empty_m(project: Path) -> None:
     tests_by_worker = run(project, "-n", "3", "-m", "")
     assert sum(map(len, tests_by_worker.values())) == 12

@@ -61,6 +61,7 @@ def test_a_rank_that_waits_for_ever_ends_the_suite(monkeypatch, tmp_path):
         check_transport(f"{FAULTY}:WaitsForever", timeout_s=1.0, start_s=15, only=["silent_rank"])
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("transport", "message"),
     [
