@@ -1,18 +1,25 @@
 #!/usr/bin/env bash
-# What CI runs: set-up, every static gate, then the tests of all lanes but `nightly`.
-# Arguments go to pytest; the gates always run.
+# Set-up, every static gate, then the tests of a lane. Arguments go to pytest; the gates always run.
 #
-#   bash tests/run.sh
-#   bash tests/run.sh --nightly            # every test there is
+#   bash tests/run.sh                # the short lane: unit tests, a job of each trainer, a server
+#   bash tests/run.sh --all          # what CI runs: the short lane, then all others but `nightly`
+#   bash tests/run.sh --nightly      # every test there is
 #   bash tests/run.sh -m server -k seed -x
 set -uo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
-lanes='not nightly'
-if [ "${1-}" = --nightly ]; then
-    lanes=''
+lanes='not nightly and (smoke or not (ranks or server or job))' # as in tests/conftest.py
+workers=2
+case "${1-}" in
+--all)
+    lanes='not nightly' workers=3
     shift
-fi
+    ;;
+--nightly)
+    lanes='' workers=3
+    shift
+    ;;
+esac
 bash launch/setup_env.sh || exit 1
 export PATH="$root/.venv/bin:$PATH"
 
@@ -59,8 +66,8 @@ trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
     echo "$? $SECONDS" >"$logs/types.end"
 } &
 types=$!
-# Three workers: on two cores, one lane's waits for processes are another's time.
-python -m pytest -n 3 -m "$lanes" "$@"
+# With whole lanes three workers: on two cores, one lane's waits for processes are another's time.
+python -m pytest -n "$workers" -m "$lanes" "$@"
 record 'pytest' $? "$start"
 wait "$types"
 read -r status ended <"$logs/types.end" || { status=1 ended=$SECONDS; }

@@ -142,7 +142,7 @@ def with_calls(given: Conversation, most: int) -> Conversation:
     return Conversation(limit_calls(given.before), both[0], both[1:], tools)
 
 
-@pytest.mark.parametrize("count", [60, nightly(2000)])
+@pytest.mark.parametrize("count", [20, nightly(2000)])
 def test_laws(count: int) -> None:
     hold = settings(max_examples=count, suppress_health_check=list(HealthCheck), database=None)
     hold(given(st.integers(0, 2**32), st.none() | st.integers(0, 30))(laws_hold))()

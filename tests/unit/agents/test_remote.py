@@ -65,9 +65,13 @@ class Server:
 
 @asynccontextmanager
 async def serving(*servers: object, timeout_s: float = 30.0) -> AsyncIterator[RemoteGenerator]:
+    """Yield what sends requests to the servers, in this order; a text is the URL of a server."""
     async with AsyncExitStack() as stack:
         urls = []
         for server in servers:
+            if isinstance(server, str):
+                urls.append(server)
+                continue
             http = HttpServer(build_generate_app(server, KEY, 4096), "127.0.0.1")  # type: ignore[arg-type]
             await http.start()
             stack.push_async_callback(http.close)
@@ -245,6 +249,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.job
 def test_a_server_that_dies_under_a_request_is_an_error(monkeypatch):
     monkeypatch.setattr("mcore_rl.agents.frozen_model._PAUSES_S", (0.05,))
     process = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True)

@@ -51,8 +51,7 @@ def no_pauses(monkeypatch):
 def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, monkeypatch, capsys):
     async def work() -> None:
         with refusing() as dead:
-            async with serving(Server()) as remote:
-                remote._urls = dead, *remote._urls
+            async with serving(dead, Server()) as remote:
                 for _ in range(6):
                     assert len(await remote.submit([1], SAMPLING)) == 2
                 assert remote._num_sent[dead] == 1
@@ -66,12 +65,12 @@ def test_a_server_that_refuses_connections_is_avoided_for_a_while(no_pauses, mon
     run(work)
 
 
+@pytest.mark.job
 def test_requests_under_which_a_server_dies_go_to_the_other(no_pauses):
     async def work() -> None:
         with a_process() as (url, process):
             living = Server("waits")
-            async with serving(living) as remote:
-                remote._urls = url, *remote._urls
+            async with serving(url, living) as remote:
                 requests = [asyncio.create_task(remote.submit([n], SAMPLING)) for n in range(4)]
                 for _ in range(2):
                     assert await asyncio.to_thread(process.stdout.readline) == "asked\n"
@@ -120,15 +119,14 @@ def test_where_all_fail_each_is_named_with_what_it_failed_of(monkeypatch):
     async def work() -> None:
         broken = Server("raises")
         with refusing() as dead:
-            async with serving(broken) as remote:
-                [url] = remote._urls
-                remote._urls = url, dead
+            async with serving(broken, dead) as remote:
                 with pytest.raises(ModelServerError) as caught:
                     await remote.submit([1], SAMPLING)
-                assert remote._num_sent == {url: 1, dead: 3}
+                assert (len(broken.requests), remote._num_sent[dead]) == (1, 3)
         message = str(caught.value)
         first, last = message.split("; ")
-        assert first.startswith(f"models.user: the server at {url} answered with status 500: ")
+        assert first.startswith("models.user: the server at http://127.0.0.1:")
+        assert " answered with status 500: " in first and dead not in first
         assert last.startswith(f"the server at {dead} cannot be reached: ConnectError: ")
 
     run(work)
@@ -155,14 +153,14 @@ class Judging:
         return [Completion(ids, [0.0] * len(ids), "stop", [4] * len(ids))]
 
 
+@pytest.mark.job
 def test_a_judge_one_of_whose_servers_is_killed_goes_on_scoring(no_pauses):
     async def work() -> None:
         settings = {"served_by": "big", "template": "A: {response}", "high": 10.0}
         judge = RewardManager(RewardConfig("judge", settings))
         samples = [Sample([], [1], [1], [0.0], [0], "stop", number) for number in range(4)]
         with a_process() as (url, process):
-            async with serving(Judging()) as remote:
-                remote._urls = url, *remote._urls
+            async with serving(url, Judging()) as remote:
                 judge.models["big"] = make_judge_post(
                     FrozenModel(remote, CODEC, SamplingParams(), 4096)
                 )

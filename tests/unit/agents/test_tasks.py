@@ -118,6 +118,7 @@ def test_the_same_seed_makes_the_same_files_and_another_the_same_problems(name, 
     assert len(set(tokens)) == 1
 
 
+@pytest.mark.job
 @each_task
 def test_what_the_assistant_says_is_trained_on_as_the_loop_would_have_it(name, made):
     # A turn's tokens directly follow those of a prompt that the codec renders.

@@ -16,6 +16,7 @@ from mcore_rl.algorithms.inputs import MiniBatchInputs, needs, prepared_by
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
+from tests.nightly import nightly
 from tests.unit.algorithms import loss_cases as cases
 from tests.unit.algorithms.loss_cases import (
     Case,
@@ -74,11 +75,12 @@ def all_prepared(name: str, settings: Any, seeds: Sequence[int]) -> tuple[list[C
     return drawn, Batch.concat([prepared(batch_of(case), name, settings) for case in drawn])
 
 
+@pytest.mark.parametrize("num_cases", [300, nightly(1000)])
 @pytest.mark.parametrize("name", sorted(cases.ORACLES))
-def test_each_token_is_that_of_loops_over_the_tokens(name):
-    """1,000 cases; of 40 the gradient is that of differences."""
+def test_each_token_is_that_of_loops_over_the_tokens(name, num_cases):
+    """Of 4 cases in 100 the gradient is that of differences."""
     assert set(EVERY) == {*cases.ORACLES, "clip_cov"}
-    for first in range(0, 1000, 100):
+    for first in range(0, num_cases, 100):
         settings = random_settings(name, first)
         drawn, batch = all_prepared(name, settings, range(first, first + 100))
         trained = torch.from_numpy(batch.jagged("response_mask").values != 0)
@@ -138,9 +140,10 @@ def total(name: str, settings: Any, batch: Batch, parts: list[list[int]]) -> tup
     return value, gradients
 
 
+@pytest.mark.parametrize("num_seeds", [10, nightly(30)])
 @pytest.mark.parametrize("name", EVERY)
-def test_neither_the_split_nor_the_order_of_samples_counts(name):
-    for seed in range(30):
+def test_neither_the_split_nor_the_order_of_samples_counts(name, num_seeds):
+    for seed in range(num_seeds):
         batch, settings = batch_of(random_case(seed)), random_settings(name, seed)
         rows = list(range(len(batch)))
         value, gradients = total(name, settings, batch, [rows])

@@ -17,6 +17,7 @@ from mcore_rl.algorithms.preference import (
 )
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.data.batch import Batch, Jagged
+from tests.nightly import nightly
 
 CASES = 1000
 
@@ -79,12 +80,13 @@ def split_by_row(batch: Batch, name: str) -> list[torch.Tensor]:
     return [torch.tensor(row[mask != 0], dtype=torch.float64) for row, mask in rows]
 
 
+@pytest.mark.parametrize("num_cases", [CASES // 8, nightly(CASES)])
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_loss_and_the_weights_of_its_tokens_equal_torch_autograd(name):
+def test_a_loss_and_the_weights_of_its_tokens_equal_torch_autograd(name, num_cases):
     key, formula, settings = LOSSES[name]
     loss, rng = PREFERENCE_LOSSES.bind(key, settings), np.random.default_rng(5)
     has_reference = bool(get_needs(PREFERENCE_LOSSES[key]))
-    for _ in range(CASES):
+    for _ in range(num_cases):
         batch = batch_of(rng, int(rng.integers(1, 4)), has_reference=has_reference)
         result = loss(build_pair_inputs(batch))
         weights = split_by_row(batch.with_columns(w=compute_pair_weights(batch, result)), "w")

@@ -12,6 +12,7 @@ from mcore_rl.benchmarks.against_trl_inputs import NEVER, SHAPES, write_inputs
 from mcore_rl.examples.tasks.registry import TASKS
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_model_does_not_sample_the_end_of_sequence(shape, tmp_path):
     task = TASKS["last_digit"](tmp_path / "quickstart" / "task", 0, 0.35)

@@ -35,6 +35,7 @@ def test_what_does_not_fit_is_refused_before_a_rank_starts(arguments, message):
 TWO_RANKS = ["--train", "pp=2", "--generate", "tp=2,ep=2", "--target", "tp=2,ep=2"]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("layouts", "num_ranks", "share"),  # of what a gather receives: the most for an exchange
     [(TWO_RANKS, 2, 0.55), nightly(([], 4, 0.25))],

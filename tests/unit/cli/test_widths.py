@@ -82,6 +82,7 @@ MODELS = {
 LATER = {"minimax_m2_230b", "qwen3_235b_a22b", "qwen3_next_80b_a3b"}
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("recipe", all_but(MODELS.keys() - LATER, MODELS))
 def test_the_tables_of_a_dry_run_fit(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

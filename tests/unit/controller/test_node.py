@@ -122,6 +122,7 @@ def test_workers_of_every_node_that_launch_starts_have_its_niceness():
         assert [json.loads(given)["worker_niceness"] for given in settings] == [0] * is_head
 
 
+@pytest.mark.job
 def test_preload_imports_what_rays_agent_imports():
     def list_imports(program: str) -> set[str]:
         names = (

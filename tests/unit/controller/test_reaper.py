@@ -214,6 +214,7 @@ def make_memory(scope: subprocess.Popen[str], name: str) -> Path:
     return Path("/dev/shm", name)
 
 
+@pytest.mark.job
 def test_a_run_with_another_tmpdir_removes_what_a_dead_one_has_left(tmp_path, places):
     # Its unfinished files, too, unless another run has the folder by now.
     dead = [start_scope(tmp_path / name, places[0]) for name in ("abandoned", "resumed")]

@@ -213,6 +213,7 @@ for path in large:
 """
 
 
+@pytest.mark.job
 def test_memory_is_bounded_whatever_the_size_of_a_file(tmp_path):
     """96 MB in each file: prompts from it take less than three quarters.
 

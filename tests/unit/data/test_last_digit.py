@@ -84,6 +84,7 @@ def test_held_out_problems_do_not_depend_on_the_seed(task, tmp_path):
     assert files_of(other)[tokens] == files_of(task)[tokens]
 
 
+@pytest.mark.job
 def test_the_same_seed_writes_the_same_bytes_in_another_process(task, tmp_path):
     # Another process, because Python's and the tokenizer trainer's hashes differ between processes.
     code = (

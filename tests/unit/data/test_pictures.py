@@ -119,6 +119,7 @@ def test_held_out_pictures_do_not_depend_on_the_seed(task, tmp_path):
     assert differ == seeded
 
 
+@pytest.mark.job
 def test_the_same_seed_writes_the_same_bytes_in_another_process(task, tmp_path):
     code = (
         "import sys; from pathlib import Path; "

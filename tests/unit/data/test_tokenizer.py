@@ -76,6 +76,7 @@ assert AutoModelForCausalLM
 """
 
 
+@pytest.mark.job
 def test_models_generate_after_tokenizers_were_imported_without_generation():
     ended = subprocess.run([sys.executable, "-c", _MIXIN], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -46,12 +46,14 @@ except (AssertionError, RuntimeError) as error:
 """
 
 
+@pytest.mark.job
 def test_cuda_means_the_cpu_and_what_is_not_replaced_is_an_error_of_torch():
     ended = subprocess.run([sys.executable, "-c", _PROGRAM], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "CUDA" in ended.stdout or "NVIDIA" in ended.stdout  # of a build without or with CUDA
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("model", "printed"),
     [

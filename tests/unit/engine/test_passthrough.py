@@ -27,6 +27,7 @@ from mcore_rl.engine.megatron import device, passthrough
 from mcore_rl.engine.megatron.passthrough import DENIED, OWNED
 from mcore_rl.models.base import get_family
 from mcore_rl.parallel.mesh import split_into_chunks
+from tests.nightly import all_but
 from tests.unit.models.test_families import (
     DEEPSEEK_V3,
     PUBLISHED,
@@ -279,7 +280,8 @@ def test_a_recipe_of_float8_is_refused_on_gpus_that_do_not_have_it(
         passthrough.check_fields("actor", config, "cuda")
 
 
-@pytest.mark.parametrize("recipe", ["blockwise", "mxfp8", "tensorwise"])
+# mxfp8 takes multiples of 32, the others of 16.
+@pytest.mark.parametrize("recipe", all_but(["mxfp8"], ["blockwise", "mxfp8", "tensorwise"]))
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_each_layer_of_published_models_fits_each_recipe_of_float8(name, recipe):
     check_model("actor", PUBLISHED[name][0], {"fp8": Float8Config(recipe)})

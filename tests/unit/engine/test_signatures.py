@@ -7,6 +7,7 @@ written by tests/record_transformer_engine.py.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import inspect
 import json
@@ -23,14 +24,19 @@ import record_transformer_engine as recorded
 
 RECORD = json.loads(recorded.RECORD.read_text())
 MODULES = RECORD["modules"]
-FILES = {file: ast.parse(file.read_text()) for file in recorded.list_megatron_files()}
-EXTENSION = next(tree for file, tree in FILES.items() if file.match("extensions/transformer_e*.py"))
+MEGATRON = list(recorded.list_megatron_files())
+EXTENSION = next(file for file in MEGATRON if file.match("extensions/transformer_e*.py"))
 # What Megatron-core asks for under `try`, or of older releases only, and does without.
 MISSING = {
     "transformer_engine.pytorch.attention": {"_SplitAlongDim", "apply_rotary_pos_emb"},
     "transformer_engine.pytorch.cpp_extensions": {"cast_to_fp8"},
     "transformer_engine.pytorch.module.base": {"get_workspace"},
 }
+
+
+@functools.cache
+def parse(file: Path) -> ast.Module:
+    return ast.parse(file.read_text())
 
 
 def test_the_record_is_of_the_pinned_release():
@@ -40,7 +46,7 @@ def test_the_record_is_of_the_pinned_release():
 
 def test_all_that_megatron_imports_is_there():
     used_names = set[tuple[str, str]]()
-    for tree in FILES.values():
+    for tree in map(parse, MEGATRON):
         used_names |= recorded.list_used_names(tree)
     missing: dict[str, set[str]] = {}
     for module, name in used_names:
@@ -59,7 +65,7 @@ def keywords(call: ast.Call) -> set[str]:
 def wrappers() -> list[tuple[str, str, ast.Call]]:
     """(class of Megatron, class of Transformer Engine, the call of its __init__)."""
     calls = []
-    for node in ast.walk(EXTENSION):
+    for node in ast.walk(parse(EXTENSION)):
         if not isinstance(node, ast.ClassDef):
             continue
         base = ast.unparse(node.bases[0]) if node.bases else ""
@@ -94,7 +100,7 @@ def test_linears_add_weight_gradients_in_place_and_do_not_get_the_first_micro_ba
     """fuse_weight_gradients and disable_parameter_transpose_cache count on it."""
     base = next(base for name, base, _ in wrappers() if name == wrapper)
     assert "fuse_wgrad_accumulation" in MODULES["transformer_engine.pytorch"][base]
-    definition = next(n for n in ast.walk(EXTENSION) if getattr(n, "name", "") == wrapper)
+    definition = next(n for n in ast.walk(parse(EXTENSION)) if getattr(n, "name", "") == wrapper)
     chosen = "None if self.disable_parameter_transpose_cache else self.is_first_microbatch"
     assert chosen in {
         ast.unparse(node) for node in ast.walk(definition) if isinstance(node, ast.IfExp)
@@ -102,7 +108,7 @@ def test_linears_add_weight_gradients_in_place_and_do_not_get_the_first_micro_ba
 
 
 def test_megatrons_own_flag_still_demands_apex_for_the_output_layer():
-    layers = next(tree for file, tree in FILES.items() if file.match("tensor_parallel/layers.py"))
+    layers = parse(next(file for file in MEGATRON if file.match("tensor_parallel/layers.py")))
     checks = {ast.unparse(node.test) for node in ast.walk(layers) if isinstance(node, ast.If)}
     flag = "config.gradient_accumulation_fusion"
     assert f"{flag} and (not _grad_accum_fusion_available)" in checks
@@ -111,7 +117,9 @@ def test_megatrons_own_flag_still_demands_apex_for_the_output_layer():
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms_are_made_with_what_they_take(name):
     takes = set(MODULES["transformer_engine.pytorch"][name])
-    [norm] = [n for n in ast.walk(EXTENSION) if isinstance(n, ast.ClassDef) and n.name == "TENorm"]
+    [norm] = [
+        n for n in ast.walk(parse(EXTENSION)) if isinstance(n, ast.ClassDef) and n.name == "TENorm"
+    ]
     [call] = [
         node
         for node in ast.walk(norm)

@@ -79,6 +79,7 @@ engine.kill()
 """
 
 
+@pytest.mark.job
 def test_a_whole_job_that_is_suspended_and_continued_is_left_alone():
     with subprocess.Popen(
         [sys.executable, "-c", WATCHED],

@@ -78,6 +78,7 @@ def run(call: Callable[[SGLangServer], Coroutine[Any, Any, Any]], spec: ServerSp
     return asyncio.run(work())
 
 
+@pytest.mark.job
 def test_a_running_server_keeps_the_contract_to_1e5_nats(model, stack):
     def create(spec: ServerSpec) -> SGLangServer:
         url, _ = stack.enter_context(sglang_server.serve("--model-path", spec.model_path, *FLAGS))
@@ -88,6 +89,7 @@ def test_a_running_server_keeps_the_contract_to_1e5_nats(model, stack):
     assert len(names) == 15
 
 
+@pytest.mark.job
 def test_a_server_as_a_child_keeps_the_contract_and_leaves_nothing(model, tmp_path):
     python = sglang_server.write_python(tmp_path / "python")
     settings = RolloutConfig(
@@ -106,6 +108,7 @@ def get_command(process: psutil.Process) -> str:
         return ""
 
 
+@pytest.mark.job
 def test_a_child_takes_only_calls_with_its_key_and_is_dead_when_it_ends(model, tmp_path):
     python = sglang_server.write_python(tmp_path / "python")
 

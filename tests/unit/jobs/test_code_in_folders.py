@@ -34,6 +34,7 @@ Model, Tokenizer = Qwen3MoeForCausalLM, PreTrainedTokenizerFast
 """
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "command",
     [

@@ -259,6 +259,7 @@ def test_run_refuses_a_disk_without_space_before_writing(make, tmp_path, monkeyp
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.job
 def test_a_disk_that_turns_out_full_leaves_what_is_finished(units, tmp_path):
     """Use a real file system with space for bytes and none for files."""
     script = f"""
@@ -328,6 +329,7 @@ def wait_for(happened) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, nightly(signal.SIGTERM)])
 def test_workers_end_with_their_parent(make, tmp_path, number):
     (tmp_path / "plan").write_bytes(pickle.dumps(make(a="waits", b="waits")))

@@ -189,6 +189,7 @@ except RunFailed as error:
 """
 
 
+@pytest.mark.job
 def test_full_disk_is_reported_without_a_traceback(tmp_path: Path):
     (tmp_path / "script.py").write_text(FULL)
     disk = tmp_path / "disk"

@@ -84,6 +84,7 @@ def test_a_family_with_other_projections_is_refused_by_name(name, reason, tmp_pa
         check_quantization(build_config(Layout()), read_config(tmp_path))
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("name", "layout", "rollout"),
     [

@@ -79,6 +79,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory):
         sys.path.remove(str(folder))
 
 
+@pytest.mark.job
 def test_ranks_meet_and_answer_in_order(jobs, tmp_path, capfd):
     result = run_on_ranks(jobs.whoami, 2, tmp_path, LIMIT_S)
     assert [rank["rank"] for rank in result] == [0, 1]
@@ -108,6 +109,7 @@ def test_the_failure_of_one_rank_ends_the_others_and_is_the_error(
     assert not spawned() - before
 
 
+@pytest.mark.job
 def test_timeout_error_names_the_busy_rank_first(jobs, tmp_path):
     before = spawned()
     with pytest.raises(ProcessFailed) as raised:

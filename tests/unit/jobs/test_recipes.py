@@ -115,6 +115,7 @@ def test_a_recipe_states_its_cluster_and_memory(name):
     assert f"\n{line}" in text, line
 
 
+@pytest.mark.job
 @each_recipe
 def test_a_recipe_states_the_time_of_a_step(name):
     """# step: 310 s (generation 238 s, update 70 s) with responses of 4096 tokens, predicted"""
@@ -134,6 +135,7 @@ def test_plan_step_prints_the_time_that_a_recipe_states(place, monkeypatch, capf
     assert json.loads(capfd.readouterr().out)["step_s"] == step_of("qwen3_8b").step_s
 
 
+@pytest.mark.job
 @each_recipe
 def test_the_table_of_the_page_has_the_time_of_a_step(name):
     """Seconds of a step, of generation, of the update, of a weight sync; tokens per GPU."""
@@ -182,6 +184,7 @@ def test_every_setting_of_a_recipe_has_a_reason(name):
     assert [line for line in settings if line[0] != "#" and " # " not in line] == []
 
 
+@pytest.mark.job
 @each_recipe
 def test_plan_reshard_takes_the_layouts_of_a_recipe(name, monkeypatch, capsys):
     config, published = composed(name), PUBLISHED / f"{RECIPES[name].published}.json"
@@ -213,6 +216,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.job
 @each_recipe
 def test_a_recipe_is_dry_run_on_its_published_config(name, place, monkeypatch, capfd):
     (place / "model" / "config.json").write_text(json.dumps(model_of(name)))

@@ -149,6 +149,7 @@ def test_error_of_a_hub_that_does_not_answer_says_so(hub, tmp_path):
     assert "http://127.0.0.1:9 does not answer, and " in error.splitlines()[-1]
 
 
+@pytest.mark.job
 def test_dry_run_takes_a_model_by_name_without_its_weights(hub, task, tmp_path):
     output = run_python(
         hub, tmp_path / "home", "-m", "mcore_rl.cli.main", "rl", "--dry-run",

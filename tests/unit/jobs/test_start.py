@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.jobs.rl import _has_same_ranks
 from mcore_rl.jobs.run_plan import plan_run
@@ -34,6 +36,7 @@ for module, unused in {modules}.items():
 """
 
 
+@pytest.mark.job
 def test_modules_import_no_package_that_they_have_no_use_for() -> None:
     program = _IMPORTS.format(modules=_UNUSED_BY_MODULE)
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -100,6 +103,7 @@ for recipe in {recipes}:
 """
 
 
+@pytest.mark.job
 def test_a_driver_that_makes_a_model_and_reads_its_tokenizer_imports_no_models(tmp_path):
     program = _DRY_RUN.format(unused=_SLOW | _UNUSED, recipes=_RECIPES)
     command = [sys.executable, "-c", program, f"output_dir={tmp_path / 'out'}"]

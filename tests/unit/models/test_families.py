@@ -37,6 +37,7 @@ from mcore_rl.models.transformers_model import (
     map_sharded_weights,
 )
 from mcore_rl.reshard.rules import Weight, check_cover, list_logical_tensors
+from tests.nightly import nightly
 
 # config.json of published models, as far as families read them, and their parameter counts: those
 # of transformers' model classes for these configs, with the selection biases of routers and without
@@ -286,8 +287,14 @@ def test_rules_cover_every_logical_tensor_once(config, count):
     check_cover(weights_of(small, tp), tp)
 
 
-@pytest.mark.parametrize("config", [DEEPSEEK_V3, GLM_4_5, GLM_4_7_FLASH, QWEN3_NEXT_80B_A3B])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize(
+    ("config", "tp"),
+    [
+        nightly((DEEPSEEK_V3, 1)), (DEEPSEEK_V3, 2), (GLM_4_5, 1), nightly((GLM_4_5, 2)),
+        (GLM_4_7_FLASH, 1), (GLM_4_7_FLASH, 2),
+        nightly((QWEN3_NEXT_80B_A3B, 1)), (QWEN3_NEXT_80B_A3B, 2),
+    ],
+)  # fmt: skip
 def test_a_draft_model_has_the_tensors_of_the_prediction_layer(config, tp):
     trained = {
         tensor

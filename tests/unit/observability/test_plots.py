@@ -1,6 +1,5 @@
 import os
 
-import matplotlib.image
 import numpy as np
 import pytest
 
@@ -14,6 +13,8 @@ def has_colour(pixels: np.ndarray, colour: tuple[int, int, int]) -> bool:
 
 
 def test_the_picture_shows_the_accuracies_it_is_given_and_no_others(tmp_path):
+    import matplotlib.image  # seconds that other tests need not wait
+
     path = tmp_path / "reward.png"
     plot_reward_curve(path, [0.3, 0.5, 0.6], before=0.35)
     pixels = matplotlib.image.imread(path)

@@ -22,6 +22,7 @@ def world_of_one() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.job
 def test_all_groups_have_the_given_timeout(world_of_one):
     initialize_groups(Layout(), "gloo", seed=0, timeout_s=1234.5)
     groups = [group for group in parallel_state._global_process_group_list if group is not None]

@@ -60,6 +60,7 @@ def test_combined_groups_are_megatrons():
         assert mesh.get_groups("etp", "ep", "pp") == expert.get_ranks("tp-ep-pp")
 
 
+@pytest.mark.job
 def test_coordinates_are_positions_in_megatrons_groups():
     for layout in list_layouts()[::11]:
         dense, expert = create_generators(layout)

@@ -400,6 +400,7 @@ def count_server_operations(
     return operations.num
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("use", "most"), [(connect, 1.15), (meet, 1.15), (gather, 1.15), (come_late, 1.4)]
 )
@@ -408,6 +409,7 @@ def test_the_work_of_the_server_is_linear_in_the_ranks(use, most):
     assert many / few < most
 
 
+@pytest.mark.job
 def test_a_key_that_comes_is_looked_up_once_for_each_that_waits():
     """Wait for a key of every rank, as process groups do in C++."""
 

@@ -235,6 +235,7 @@ def test_a_model_with_experts_has_a_wide_bound_at_a_token_in_bfloat16(
     assert f"log-probs of trainer and servers: {apart}\n" in out
 
 
+@pytest.mark.job
 def test_the_quickstarts_model_has_the_bound_before_it_is_made(place, monkeypatch, capfd):
     settings = "recipe=quickstart_one_gpu", "model.dtype=bfloat16", "output_dir=new"
     status, out, err = dry_run(monkeypatch, capfd, *settings)

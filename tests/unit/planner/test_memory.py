@@ -45,6 +45,7 @@ from mcore_rl.planner.memory import (
 )
 from mcore_rl.planner.memory_check import find_device
 from mcore_rl.planner.report import COLUMNS, describe_verdict
+from tests.nightly import nightly
 from tests.published_runs import RUNS, format_memory_table, plan_run_memory
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -227,7 +228,7 @@ def test_recompute_takes_less_than_none(granularity):
     assert less.kinds["activations"] < 0.7 * none.kinds["activations"]
 
 
-@pytest.mark.parametrize("name", ["DeepSeek-V3", "Kimi-K2-Instruct", "gpt-oss-20b"])
+@pytest.mark.parametrize("name", ["DeepSeek-V3", nightly("Kimi-K2-Instruct"), "gpt-oss-20b"])
 def test_a_quantised_config_is_planned_as_what_it_becomes(name):
     model, config = read_model(name), build_config(Layout())
     plain = {key: value for key, value in model.items() if key != "quantization_config"}
@@ -247,6 +248,7 @@ def plan(monkeypatch, capsys):
     return run
 
 
+@pytest.mark.job
 def test_671b_fits_its_gpus_and_not_half_of_them(plan, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(read_model("DeepSeek-V3")))
     words = ["recipe=dsv3_671b", f"model.path={tmp_path}"]
@@ -263,6 +265,7 @@ def test_671b_fits_its_gpus_and_not_half_of_them(plan, tmp_path):
     assert (status, report["fits"]) == (0, True)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "index",
     range(len(RUNS["memory"])),
@@ -279,6 +282,7 @@ def test_published_runs_fit_if_they_ran_and_only_then(index):
     assert fits == run["fits"], f"{plan.worst.name}: {plan.worst.total / 1e9:.1f} GB"
 
 
+@pytest.mark.job
 def test_the_page_has_the_table_of_published_runs():
     page = (ROOT / "docs" / "planning.md").read_text()
     assert format_memory_table().strip() in page, "run python -m tests.published_runs"

@@ -161,6 +161,7 @@ def test_published_steps_take_at_least_what_is_predicted(run: dict[str, Any]) ->
     assert 0.3 < predict_step_s(run) / run["step_s"] <= 1.0
 
 
+@pytest.mark.job
 def test_the_page_has_the_tables_of_published_runs() -> None:
     page = Path(__file__).parents[3] / "docs" / "planning_step.md"
     text = page.read_text()
@@ -199,6 +200,7 @@ def list_runs(kind: str, most_gpus: int) -> list[Any]:
     ]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("run", list_runs("training", 128))
 def test_search_is_at_least_as_fast_as_a_published_training_layout(run: dict[str, Any]) -> None:
     published_s, fastest_s = search_update_s(run)
@@ -212,6 +214,7 @@ def test_search_is_at_least_as_fast_as_the_layouts_of_a_published_step(
     assert search_step_s(run) <= predict_step_s(run)
 
 
+@pytest.mark.job
 def test_search_varies_experts_tensor_parallelism_recompute_and_the_place_of_adam() -> None:
     model = read_model({"model": "Qwen3-30B-A3B"})
     config = build_config("Qwen3-30B-A3B", "sync", "shared")
@@ -371,6 +374,7 @@ def test_plan_step_prints_each_part(model: Path, capsys: pytest.CaptureFixture[s
     assert "expert-parallel exchange" in text and "MFU of the update" in text
 
 
+@pytest.mark.job
 def test_plan_layout_writes_a_recipe_that_a_run_accepts(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -388,6 +392,7 @@ def test_plan_layout_writes_a_recipe_that_a_run_accepts(
     assert resolved.actor.layout.world_size <= 256
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("command", select_commands("planner"), ids=str)
 def test_commands_of_the_pages_run(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -441,6 +446,7 @@ def test_senseless_input_gets_one_error(arguments: list[str], message: str, mode
         main([word.replace("MODEL", str(model)) for word in arguments])
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("name", "dtype"), [("cpu", "float32"), ("h100", "bfloat16")])
 def test_defaults_of_settings_are_those_of_the_device_in_a_hardware_file(
     name: str, dtype: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -457,6 +463,7 @@ def test_defaults_of_settings_are_those_of_the_device_in_a_hardware_file(
     assert steps == [steps[0]] * 3
 
 
+@pytest.mark.job
 def test_calibrate_writes_a_file_that_plans_accept(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     main(["calibrate", "--device", "cpu", "--base", "h100", "--write", str(path)])

@@ -381,6 +381,7 @@ def test_the_fullest_rank_of_experts_multiplies_its_tokens() -> None:
     assert layer.compute["experts"] == pytest.approx(flops / (1e12 * SUSTAINED_SHARE))
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "run",
     RUNS["training"],

@@ -153,6 +153,7 @@ PyMODINIT_FUNC PyInit__csrc() { return PyModule_Create(&module); }
 """
 
 
+@pytest.mark.job
 def test_an_editable_install_puts_the_module_into_the_tree(tmp_path: Path) -> None:
     root = a_copy(tmp_path / "root", "portable.h")
     (root / "csrc" / "module.cpp").write_text(MODULE)
@@ -170,6 +171,7 @@ def test_an_editable_install_puts_the_module_into_the_tree(tmp_path: Path) -> No
     assert module.name == f"_csrc{sysconfig.get_config_var('EXT_SUFFIX')}"
 
 
+@pytest.mark.job
 def test_the_benchmark_of_the_page_compares_every_kernel():
     [command] = select_commands("kernels")
     smaller = ["--device", "cpu", "--megabytes", "1"]

@@ -177,6 +177,7 @@ def check_command(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
         parse_layout("--generate", text, GenerationLayout)
 
 
+@pytest.mark.job
 @each_page
 def test_every_command_has_settings_and_options_that_fit_together(page, monkeypatch, tmp_path):
     (tmp_path / "here").mkdir()
@@ -187,6 +188,7 @@ def test_every_command_has_settings_and_options_that_fit_together(page, monkeypa
         check_command(words, monkeypatch)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("command", select_commands("prints") + select_commands("dry run"), ids=str)
 def test_every_command_that_starts_nothing_prints_and_leaves_nothing(
     command, monkeypatch, capsys, tmp_path

@@ -55,6 +55,7 @@ def read_sbatch_option(script: Path, option: str) -> str:
     return match[1] if match else ""
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_scripts_are_of_bash_and_shellcheck_has_nothing_to_say(script):
     subprocess.run(["bash", "-n", script], check=True)
@@ -76,6 +77,7 @@ def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     assert "#SBATCH --requeue\n" in script.read_text()
 
 
+@pytest.mark.job
 def test_a_dry_run_prints_every_command_and_starts_nothing():
     (command,) = [c.text for c in select_commands("launch plan")]
     environment = os.environ | {"MCORE_RL_PYTHON": sys.executable, "SLURM_JOB_NODELIST": ""}
@@ -97,6 +99,7 @@ def test_a_dry_run_prints_every_command_and_starts_nothing():
     assert output and not Path(output[1]).exists()  # without output_dir, one of the job's own
 
 
+@pytest.mark.job
 def test_a_dry_run_of_the_published_deepseek_v3_shows_nodes_gpus_and_the_weight_sync(tmp_path):
     """Only its config.json is read, with the quantisation, before there is any data."""
     published = ROOT / "tests/unit/models/published/DeepSeek-V3.json"
@@ -119,6 +122,7 @@ def test_a_dry_run_of_the_published_deepseek_v3_shows_nodes_gpus_and_the_weight_
     assert re.search(r"\nweight sync \(colocated\), each step: [\d,.]+ GB between", done.stdout)
 
 
+@pytest.mark.job
 def test_a_model_on_half_of_its_gpus_is_refused_before_any_command_is_shown(tmp_path):
     published = ROOT / "tests/unit/models/published/DeepSeek-V3.json"
     shutil.copy(published, tmp_path / "config.json")

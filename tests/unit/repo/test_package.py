@@ -85,6 +85,7 @@ def test_the_wheel_holds_every_module_and_every_config(source: Path, tmp_path: P
     assert {f"mcore_rl/{name}/__init__.py" for name in ("benchmarks", "examples", "models")} < held
 
 
+@pytest.mark.job
 def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: Path) -> None:
     sdist = build("build_sdist", source, tmp_path)
     shutil.unpack_archive(sdist, tmp_path)

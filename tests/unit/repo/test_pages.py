@@ -38,7 +38,7 @@ def test_commands_stand_in_blocks_that_are_marked_as_bash(page: Path):
 def test_ci_runs_the_script_that_the_pages_name():
     scripts = {command.text.split()[1] for command in select_commands("ci")}
     assert scripts == {"tests/run.sh"}
-    assert '/../tests/run.sh" "$@"' in (ROOT / ".ci/run").read_text()
+    assert '/../tests/run.sh" --all "$@"' in (ROOT / ".ci/run").read_text()
 
 
 def test_the_kind_of_a_command_follows_from_its_form(

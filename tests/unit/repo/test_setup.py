@@ -263,6 +263,7 @@ def declare_torchvision(folder: Path, imports: str) -> subprocess.CompletedProce
     return subprocess.run(command, env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.job
 def test_the_operators_of_torchvision_are_declared_once(tmp_path):
     extension = tmp_path / "torchvision/extension.py"
     extension.parent.mkdir()

@@ -17,6 +17,7 @@ def package() -> Any:
     return COUNT["Package"]()
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("walk", WALKS, ids=lambda walk: walk.name)
 def test_a_walk_leads_to_its_goals(package, walk):
     """Else a call on it cannot be followed, by an editor neither."""

@@ -234,6 +234,7 @@ def test_a_long_line_keeps_no_event_loop_waiting(text):
     assert time.monotonic() - started < 5
 
 
+@pytest.mark.job
 def test_names_of_typing_need_no_import():
     # As in LeetCode, where problems give such headers.
     solution = "class Solution:\n    def add(self, n: List[int]) -> Optional[int]:\n        "

@@ -36,6 +36,7 @@ FORMULAS = [
 ]
 
 
+@pytest.mark.job
 @pytest.mark.skipif(
     not isinstance(probe_tiers("auto"), Tier), reason=f"no sandbox: {probe_tiers('auto')}"
 )
@@ -52,6 +53,7 @@ def test_programs(number):
     assert time.monotonic() - start < 10 + 5 * number
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("number", all_but([5], [5, 50]))
 def test_formulas(number):
     config = RewardConfig("math", {"timeout_s": 2.0}, num_processes=2)

@@ -320,6 +320,7 @@ def test_an_answer_of_the_data_that_cannot_be_read_is_an_error():
         compute([(r"\text{ }", "1")])
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("text", [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{%s}" % ("(" * 3000)], ids=len)
 def test_a_check_that_never_ends_is_killed_and_the_next_one_works(text):
     # Powers that fill the memory of no machine, and a parser's depth: wrong answers, no errors.

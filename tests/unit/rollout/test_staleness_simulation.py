@@ -21,6 +21,7 @@ from mcore_rl.rollout.buffer import (
     StalenessController,
     StalenessSettings,
 )
+from tests.nightly import all_but
 
 NUM_STEPS = 500
 
@@ -243,10 +244,11 @@ def make_run(settings, folder: Path) -> Run:
     return Run(StalenessSettings(4, 3, NUM_STEPS, **settings), folder, seed=0)
 
 
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
-def test_no_token_older_than_staleness_is_trained_in_500_steps_of_delays_and_kills(
-    settings, tmp_path
-):
+@pytest.mark.parametrize(
+    "name", all_but(("s0", "s1 over-issue", "s3 replay, few samples"), SETTINGS), ids=str
+)
+def test_no_token_older_than_staleness_is_trained_in_500_steps_of_delays_and_kills(name, tmp_path):
+    settings = SETTINGS[name]
     run = make_run(settings, tmp_path)
     run.run_all()
     assert run.seen["oldest"] == settings["staleness"]  # it reaches the bound

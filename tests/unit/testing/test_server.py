@@ -50,11 +50,13 @@ def save_model(folder: Path, family: str) -> Path:
     return path
 
 
+@pytest.mark.job
 def test_the_example_keeps_the_contract_to_1e5_nats(model):
     names = check_server(HFServer, model, tolerance=1e-5)
     assert names[0] == "responses" and names[-1] == "close" and len(names) == 15
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "family",
     [
@@ -373,6 +375,7 @@ FAULTS: list[tuple[str, type[GenerationServer], str]] = [
 ]
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("name", "server", "message"), FAULTS, ids=[fault.__name__ for _, fault, _ in FAULTS]
 )

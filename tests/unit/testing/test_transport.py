@@ -20,6 +20,7 @@ EXAMPLE = f"{Path(__file__).parents[3]}/examples/file_transport.py:FileTransport
 FAULTY = f"{Path(__file__).parent}/faulty_transports.py"
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     "transport", [EXAMPLE, *map(nightly, ("process_group", "nixl", "shared_memory"))],
     ids=["example", "process_group", "nixl", "shared_memory"],
@@ -53,12 +54,14 @@ def test_a_fault_is_reported_with_a_sentence_on_it(processes, name, transport, m
         CHECKS[name](TransportChecks(f"{FAULTY}:{transport}", 1.0, processes))
 
 
+@pytest.mark.job
 def test_a_rank_that_waits_for_ever_ends_the_suite(monkeypatch, tmp_path):
     monkeypatch.setenv("FILE_TRANSPORT_DIR", str(tmp_path))  # a killed rank leaves its folder
     with pytest.raises(AssertionError, match=r"rank 2 still waits .*; weight_sync.timeout_s is 1"):
         check_transport(f"{FAULTY}:WaitsForever", timeout_s=1.0, start_s=15, only=["silent_rank"])
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(
     ("transport", "message"),
     [
@@ -73,6 +76,7 @@ def test_another_class_is_refused_before_a_process_is_started(transport, message
         check_transport(transport)
 
 
+@pytest.mark.job
 def test_another_name_is_refused_by_the_setting_and_by_the_suite():
     config = RLConfig()
     config.task.name = "last_digit"

@@ -71,6 +71,7 @@ def test_a_node_without_a_sandbox_is_warned_of(monkeypatch):
     assert "install bubblewrap" in finding.remedy
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_fault_of_one_node_is_reported_for_that_node_only(tmp_path, request_, name):
     fault = FAULTS[name]
@@ -201,6 +202,7 @@ def test_nothing_is_printed_with_quiet_when_all_is_well(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("command", select_commands("doctor"), ids=str)
 def test_the_commands_of_the_pages_show_a_table_or_json(command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

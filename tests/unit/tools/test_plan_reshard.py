@@ -62,6 +62,7 @@ def test_placement_puts_a_rank_where_its_weights_are(dense):
     assert report.received_bytes == 0
 
 
+@pytest.mark.job
 def test_servers_in_float8_receive_codes_and_scales():
     """A code is a byte; a scale has 4 and is one of 128 x 128, which divide the experts."""
     generate, model = GenerationLayout(tp=4, ep=4), PUBLISHED / "Qwen3-30B-A3B.json"
@@ -75,6 +76,7 @@ def test_servers_in_float8_receive_codes_and_scales():
     assert plain.received_bytes - report.received_bytes == saved
 
 
+@pytest.mark.job
 def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice():
     layout = Layout(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
     generate = GenerationLayout(tp=32, dp=8)
@@ -90,6 +92,7 @@ def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice(
     assert report.gather_then_slice_bytes > 30 * report.received_bytes
 
 
+@pytest.mark.job
 def test_experts_of_data_parallel_attention_are_received_once():
     """By hand: with ep=32 an expert is on one of 32 workers, without on each of four replicas.
 
@@ -178,6 +181,7 @@ def test_a_model_that_is_no_model_is_refused(tmp_path):
             plan_reshard(tmp_path / name, "colocated", Layout(), GenerationLayout(), Cluster())
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("page", select_commands("plan"), ids=str)
 def test_the_command_of_the_page_reaches_the_lower_bound_that_the_page_tells(
     page, monkeypatch, capsys

@@ -159,6 +159,7 @@ def plan_tensors(
     return most
 
 
+@pytest.mark.job
 def test_peaks_of_ranks_are_beside_their_plan(tmp_path, capsys):
     folder = write_planned_run(tmp_path)
     peaks = {

@@ -99,6 +99,7 @@ def test_fully_async_stays_within_its_staleness():
     assert 0 < run_loop("fully_async").summarize()["max_age"] <= 2
 
 
+@pytest.mark.job
 def test_loops_that_overlap_are_faster_by_what_the_page_says():
     """Compare loops on lengths with long tails and an update shorter than the longest response."""
     settings = (
@@ -316,6 +317,7 @@ def test_a_file_of_times_with_a_senseless_field_is_refused(tmp_path, text):
         StepTimes.load(tmp_path / "times.yaml")
 
 
+@pytest.mark.job
 @pytest.mark.parametrize("command", select_commands("simulate"), ids=str)
 def test_the_command_of_the_page_at_a_small_size(command, monkeypatch, capsys, tmp_path):
     monkeypatch.chdir(tmp_path)

@@ -268,11 +268,13 @@ def test_a_step_of_the_quickstart_moves_few_bytes_a_sample_in_few_calls(ray, tas
     assert metrics["driver/cpu_s"] > 0 and metrics["driver/cpu_share"] > 0
 
 
+@pytest.mark.job
 def test_more_mini_batches_take_no_other_call(ray, task, tmp_path):
     steps_of(ray, task, tmp_path, "algorithm.num_mini_batches=4")
     assert (ray.calls["update"], ray.calls["apply"]) == (2, 2)
 
 
+@pytest.mark.job
 @pytest.mark.parametrize(("axis", "num_trained"), [("tp", 2 * 256), ("dp", 256)])
 def test_a_step_that_gives_its_own_log_probs_has_a_call_less_for_each_rank(
     ray, task, tmp_path, axis, num_trained
@@ -290,6 +292,7 @@ def test_a_step_that_gives_its_own_log_probs_has_a_call_less_for_each_rank(
     assert metrics["max_logprob_gap"] == 0.0 and metrics["mismatch/effective_sample_size"] == 1.0
 
 
+@pytest.mark.job
 def test_responses_that_advantages_compare_and_no_update_has_take_no_other_call(
     ray, task, tmp_path
 ):
@@ -299,6 +302,7 @@ def test_responses_that_advantages_compare_and_no_update_has_take_no_other_call(
     assert ray.num_trained == 2 * 256 * 3 / 8
 
 
+@pytest.mark.job
 def test_fully_asynchronous_steps_move_as_few_though_groups_come_one_by_one(ray, task, tmp_path):
     """Each step trains on 64 groups of 8, and the filter rejects as many: servers bunch them."""
     given = ["trainer.mode=fully_async", "trainer.staleness=2", "placement.rollout=own"]
