@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,6 +27,7 @@ from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.run import run
 from tests.nightly import all_but
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.job
 
@@ -50,13 +51,6 @@ class Conversions:
     def close(self) -> None:
         self._server.stdin.close()
         self._server.wait()
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from contextlib import closing
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from mcore_rl.jobs.convert.run import Conversion, run, write_units
 from mcore_rl.jobs.failure import RunFailed
 from tests.nightly import nightly
 from tests.small_disk import build_small_disk_command
+from tests.waiting import wait_until
 
 # A module that processes can import by name; with importlib mode this file is none.
 UNITS = """
@@ -292,7 +292,7 @@ def test_two_runs_do_not_write_the_same_folder(make, tmp_path):
     (tmp_path / "plan").write_bytes(pickle.dumps(make(b="waits")))
     process = started(tmp_path, workers=1)
     try:
-        wait_for((tmp_path / "log").exists)
+        wait_until((tmp_path / "log").exists)
         with pytest.raises(ConfigError, match=r"another process is at work in .*\.out\.partial"):
             go(make(b="waits"))
     finally:
@@ -314,18 +314,11 @@ if __name__ == "__main__":
     return subprocess.Popen([sys.executable, tmp_path / "script.py"], **streams)
 
 
-def wait_for(happened) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
 def test_signal_ends_all_threads(make, tmp_path, number):
     (tmp_path / "plan").write_bytes(pickle.dumps(make(a="waits", b="waits")))
     process = started(tmp_path, workers=2)
-    wait_for(
+    wait_until(
         lambda: (tmp_path / "log").exists() and len((tmp_path / "log").read_text().split()) == 2
     )
     process.send_signal(number)
