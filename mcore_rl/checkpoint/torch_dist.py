@@ -4,14 +4,8 @@ It needs neither Megatron nor ranks. torch's FileSystemWriter keeps every tensor
 file is closed (torch/distributed/checkpoint/filesystem.py, `tensor_dict`); here one tensor is in
 memory at a time.
 
-An item is what torch.save writes: a zip archive with the tensor's bytes in it. torch.save computes
-its CRC32 far more slowly than ISA-L, and reading through zipfile and torch.load takes half a
-millisecond, much for a small expert. The bytes around those of the tensor follow from dtype, shape
-and CRC32 alone. So they are built once per shape, written as they are, and compared when an item is
-read; an archive that differs is read by torch.
-
-The format: APPNOTE.TXT of PKWARE, sections 4.3.7 and 4.3.12 (nothing compressed, no ZIP64), and
-torch/serialization.py, `_save`: data.pkl, byteorder and version, data/0 at a multiple of 64 bytes.
+An item is what torch.save writes: a zip archive with the tensor's bytes in it. torch.load compares
+no checksums, so it only says how the tensor lies in these bytes; zipfile reads and verifies them.
 """
 
 from __future__ import annotations
@@ -24,13 +18,11 @@ import struct
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import IO, Any, Self, cast
 
 import numpy as np
 import torch
-from isal import isal_zlib
 
 from mcore_rl.checkpoint import files
 from mcore_rl.checkpoint.files import open_atomic, write_at
@@ -52,11 +44,8 @@ _DAMAGE = (
     AssertionError, AttributeError, EOFError, LookupError, OSError, OverflowError, RuntimeError,
     TypeError, ValueError, pickle.UnpicklingError, struct.error, zipfile.BadZipFile,
 )  # fmt: skip
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_ALIGNMENT = 64  # of the tensor's bytes
-_MAX_BYTES = 1 << 31  # larger archives would need ZIP64
-_DATE = 33  # 1 January 1980
-_CRC_OFFSET, _CENTRAL_CRC_OFFSET = 14, 16  # in a local header, and in a central directory entry
+_ORDER = sys.byteorder.encode()
+_READ_BYTES = 1 << 20  # bytes per read: zipfile copies them while they are in the cache
 
 
 class DistReader:
@@ -152,13 +141,7 @@ class DistReader:
         """Read a chunk into `out`, which is contiguous."""
         try:
             with _FileSlice(self.path / chunk.file, chunk.offset, chunk.nbytes) as item:
-                if read_item(item.file, chunk.offset, chunk.nbytes, out):
-                    return
-                tensor = _load_tensor_item(item)
-            actual, expected = (tuple(tensor.shape), tensor.dtype), (chunk.sizes, out.dtype)
-            if actual != expected:
-                raise ValueError(f"it is {actual}, and {expected} in .metadata")
-            out.copy_(tensor)
+                _load_tensor(item, out)
         except _DAMAGE as error:
             raise self._build_error(chunk.file, key, error) from error
 
@@ -201,32 +184,48 @@ class _FileSlice(io.RawIOBase):
         return len(view)
 
 
-def _load_tensor_item(item: _FileSlice) -> torch.Tensor:
-    """Load a tensor that torch.save wrote, and compare its checksums, which torch does not.
+def _load_tensor(item: _FileSlice, out: torch.Tensor) -> None:
+    """Load a tensor that torch.save wrote into `out`, which is contiguous.
 
-    Its bytes are read once, into the tensor's memory.
+    Raises:
+        ValueError: It has another shape or dtype than `out`, or bytes of more than one tensor.
+        zipfile.BadZipFile: A checksum differs.
     """
     archive = _open_archive(item)
     data = [entry for entry in archive.infolist() if "/data/" in entry.filename]
     if len(data) != 1:
         raise ValueError(f"it has the bytes of {len(data)} tensors")
-    for entry in archive.infolist():
-        if entry is not data[0]:
-            archive.read(entry)  # compares the checksum
-    tensor = _unpickle(archive, item)
+    attributes = [(e.filename, archive.read(e)) for e in archive.infolist() if e is not data[0]]
+    if any(name.endswith("/byteorder") and content != _ORDER for name, content in attributes):
+        raise ValueError(f"its bytes are not in {sys.byteorder} endian order")
+    tensor = _unpickle(archive, item, "meta")
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"it is a {type(tensor).__name__}, not a tensor")
-    storage = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    if isal_zlib.crc32(storage.numpy().data) != data[0].CRC:
-        raise ValueError("its checksum differs")
-    return tensor.detach()
+    actual, expected = (tuple(tensor.shape), tensor.dtype), (tuple(out.shape), out.dtype)
+    if actual != expected:
+        raise ValueError(f"it is {actual}, and {expected} in .metadata")
+    nbytes, target = tensor.untyped_storage().nbytes(), out
+    if nbytes != data[0].file_size:
+        raise ValueError(f"it has {data[0].file_size} bytes instead of {nbytes}")
+    if nbytes != out.nbytes or not tensor.is_contiguous():  # a view of a storage
+        target = torch.empty(nbytes, dtype=torch.uint8)
+    memory, done = files.view_bytes(target), 0
+    # It compares the checksum when it reads the last bytes.
+    with cast(io.BufferedIOBase, archive.open(data[0])) as file:
+        while done < nbytes:
+            done += file.readinto(memory[done : done + _READ_BYTES])
+    if target is not out:
+        view = out.new_empty(0).set_(
+            target.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
+        )
+        out.copy_(view)
 
 
 def _load_object(item: _FileSlice) -> Any:
     archive = _open_archive(item)
     if (bad := archive.testzip()) is not None:
         raise ValueError(f"the checksum of {bad} differs")
-    value = _unpickle(archive, item)
+    value = _unpickle(archive, item, "cpu")
     check_nesting(value)
     return value
 
@@ -234,19 +233,20 @@ def _load_object(item: _FileSlice) -> Any:
 def _open_archive(item: _FileSlice) -> zipfile.ZipFile:
     """Open an archive; raise ValueError if an entry is compressed, and could grow when read."""
     archive = zipfile.ZipFile(cast(IO[bytes], item))
-    if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-        raise ValueError("it is compressed, which torch.save does not do")
+    for entry in archive.infolist():
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError("it is compressed, which torch.save does not do")
     return archive
 
 
-def _unpickle(archive: zipfile.ZipFile, item: _FileSlice) -> Any:
+def _unpickle(archive: zipfile.ZipFile, item: _FileSlice, device: str) -> Any:
     pickles = [e for e in archive.infolist() if e.filename.lower().endswith("data.pkl")]
     if len(pickles) != 1 or min(entry.header_offset for entry in archive.infolist()):
         raise ValueError("it is not a single archive of torch.save")
     check_pickle(archive.read(pickles[0]))
     item.seek(0)
     file = cast(IO[bytes], item)  # it has the methods that torch uses
-    return torch.load(file, map_location="cpu", weights_only=True)
+    return torch.load(file, map_location=device, weights_only=True)
 
 
 def _build_slices(starts: np.ndarray, ends: np.ndarray) -> tuple[slice, ...]:
@@ -296,26 +296,20 @@ class DistFile:
             OSError: It cannot be written, as on a full disk.
         """
         tensor = tensor.detach().cpu().contiguous()
-        if is_framed(tensor.dtype, tensor.nbytes):
-            length = write_item(self._fd, self._end, tensor)
-        else:
-            length = self._save(tensor)
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._record(length, key, tuple(shape), dtype, tuple(offsets), tuple(tensor.shape))
-
-    def _save(self, tensor: torch.Tensor) -> int:
         if tensor.untyped_storage().nbytes() != tensor.nbytes:
             # torch.save writes the storage, which must contain the chunk and nothing else.
             tensor = tensor.clone()
+        dtype = str(tensor.dtype).removeprefix("torch.")
         try:
             with open(self._fd, "wb", closefd=False) as file:
                 file.seek(self._end)
                 torch.save(tensor, file)
-                return file.tell() - self._end
+                length = file.tell() - self._end
         except RuntimeError as error:
             if isinstance(error.__context__, OSError):  # torch fails again when it closes the file
                 raise error.__context__ from None
             raise
+        self._record(length, key, tuple(shape), dtype, tuple(offsets), tuple(tensor.shape))
 
     def add_object(self, key: str, data: bytes) -> None:
         """Append an object, serialized by torch.save."""
@@ -325,93 +319,3 @@ class DistFile:
     def _record(self, length: int, *fields: Any) -> None:
         self.records.append(Record._make([*fields, self.path.name, self._end, length]))
         self._end += length
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a tensor as torch.save does, with a reference to data/0 for its storage."""
-
-    def persistent_id(self, obj: Any) -> Any:
-        if isinstance(obj, torch.storage.TypedStorage):
-            kind = getattr(torch, obj._pickle_storage_type())
-            return ("storage", kind, "0", "cpu", obj._size())
-        return None
-
-
-def is_framed(dtype: torch.dtype, nbytes: int) -> bool:
-    """Return whether a tensor is written by write_item and read by read_item, without torch."""
-    return dtype in _DTYPES and 0 < nbytes < _MAX_BYTES and sys.byteorder == "little"
-
-
-@lru_cache(maxsize=1024)
-def _build_frame(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, bytes, int, int]:
-    """Return the bytes before and after a tensor's, and the offsets of its CRC32 in each."""
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(torch.empty(shape, dtype=dtype))
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    before, behind = b"", b""
-    small = {"data.pkl": pickled.getvalue(), "byteorder": b"little", "version": b"3\n"}
-    for name, data in small.items():
-        local, central = _build_zip_entry(name, isal_zlib.crc32(data), len(data), len(before))
-        before, behind = before + local + data, behind + central
-    extra = -(len(before) + len(_build_zip_entry("data/0", 0, nbytes, 0)[0])) % _ALIGNMENT
-    extra += _ALIGNMENT if 0 < extra < 4 else 0  # an extra field has a header of 4 bytes
-    local, central = _build_zip_entry("data/0", 0, nbytes, len(before), extra)
-    crc_before, crc_behind = len(before) + _CRC_OFFSET, len(behind) + _CENTRAL_CRC_OFFSET
-    before, behind = before + local, behind + central
-    sizes = struct.pack("<4H2IH", 0, 0, 4, 4, len(behind), len(before) + nbytes, 0)
-    return before, behind + b"PK\5\6" + sizes, crc_before, crc_behind
-
-
-def _build_zip_entry(
-    name: str, crc32: int, size: int, place: int, extra: int = 0
-) -> tuple[bytes, bytes]:
-    """Return the local header of a file in the archive, and its central directory entry."""
-    path = f"archive/{name}".encode()
-    common = struct.pack("<5H3IH", 0, 0, 0, 0, _DATE, crc32, size, size, len(path))
-    padding = b"FB" + (extra - 4).to_bytes(2, "little") + b"Z" * (extra - 4) if extra else b""
-    local = b"PK\3\4" + common + extra.to_bytes(2, "little") + path + padding
-    central = b"PK\1\2\0\0" + common + struct.pack("<4H2I", 0, 0, 0, 0, 0, place) + path
-    return local, central
-
-
-def _insert_checksum(out: torch.Tensor, crc32: int) -> tuple[bytes, bytes]:
-    before, behind, crc_before, crc_behind = _build_frame(out.dtype, tuple(out.shape))
-    crc = crc32.to_bytes(4, "little")
-    return (
-        before[:crc_before] + crc + before[crc_before + 4 :],
-        behind[:crc_behind] + crc + behind[crc_behind + 4 :],
-    )
-
-
-def write_item(file: int, offset: int, tensor: torch.Tensor) -> int:
-    """Write a contiguous CPU tensor; return the length of the item."""
-    start = offset + len(_build_frame(tensor.dtype, tuple(tensor.shape))[0])
-    before, behind = _insert_checksum(tensor, files.write_at(file, start, files.view_bytes(tensor)))
-    files.write_at(file, offset, before)
-    files.write_at(file, start + tensor.nbytes, behind)
-    return len(before) + tensor.nbytes + len(behind)
-
-
-def read_item(file: int, offset: int, nbytes: int, out: torch.Tensor) -> bool:
-    """Read an item into `out`, which is contiguous and has the item's dtype and shape.
-
-    Returns:
-        False if the item has another form than that of write_item; then `out` is unchanged.
-
-    Raises:
-        EOFError: The file is truncated.
-        ValueError: The checksum differs.
-    """
-    if not is_framed(out.dtype, out.nbytes):
-        return False
-    before, behind, crc_before, _ = _build_frame(out.dtype, tuple(out.shape))
-    if nbytes != len(before) + out.nbytes + len(behind):
-        return False
-    start = os.pread(file, len(before), offset)
-    end = os.pread(file, len(behind), offset + nbytes - len(behind))
-    crc32 = int.from_bytes(start[crc_before : crc_before + 4], "little")
-    if (start, end) != _insert_checksum(out, crc32):
-        return False
-    if files.read_at(file, offset + len(before), files.view_bytes(out)) != crc32:
-        raise ValueError("its checksum differs")
-    return True

@@ -71,8 +71,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--lora", default="merge", metavar="merge|separate", help="default: merge")
     for command in (to_mcore, to_hf):
         _add_folder(command, "--output", "new or empty folder")
-        command.add_argument("--workers", type=int, metavar="N", help="processes that convert")
-        command.add_argument("--max-memory", metavar="SIZE", help="limit of all processes")
+        command.add_argument("--workers", type=int, metavar="N", help="threads that convert")
+        command.add_argument("--max-memory", metavar="SIZE", help="limit of the process")
         command.add_argument("--bridge", metavar="megatron-bridge", help="for other model families")
     inspect.add_argument("folder", metavar="DIR")
     verify.add_argument("a", metavar="DIR")

@@ -10,18 +10,17 @@ over an abstract Unix socket: it needs no file, and the kernel tells the user of
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
-import math
 import os
 import secrets
-import selectors
 import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Self
 
@@ -33,8 +32,7 @@ OK, LATE, BAD = b"ok", b"late", b"bad"
 WAITS_ENDED_KEY = "waits-ended"  # set by `end_waits`
 MAX_FRAME_BYTES = 16 << 20
 _MAX_STRANGERS = 128  # connections that have not authenticated yet
-_EXPIRE_S = 0.05  # deadlines within this time are handled together
-_IDLE_S = 3600.0  # select takes at most an int of milliseconds
+_BACKLOG = 4096  # connections that wait to be accepted
 _GRACE_S = 10.0  # for the server's answer, beyond the requested wait
 _RETRY_S = 0.05  # of a client, when the server has too many strangers
 _HANDSHAKE_TRY_S = 20.0  # of a client, for the server's answer, until it connects again
@@ -94,23 +92,8 @@ def decode_fields(body: bytes) -> list[bytes]:
     return fields
 
 
-@dataclass(eq=False, slots=True)
-class _Peer:
-    """A connection, not authenticated while it has a challenge."""
-
-    sock: socket.socket
-    challenge: Challenge | None
-    deadline: float  # of the handshake, or of the wait
-    rank: int | None = None
-    inbox: bytearray = field(default_factory=bytearray)
-    outbox: bytearray = field(default_factory=bytearray)
-    awaited_keys: tuple[bytes, ...] = ()  # keys that it waits for
-    num_present: int = 0  # leading keys of `awaited_keys` that exist: not looked up again
-    is_get: bool = False  # whether the answer has the values
-
-
 class RendezvousServer:
-    """The key-value store, served from a daemon thread until `close`.
+    """The key-value store, served by the event loop of a daemon thread until `close`.
 
     Strangers cannot block ranks: each has one deadline, and above _MAX_STRANGERS the oldest is
     disconnected.
@@ -120,46 +103,41 @@ class RendezvousServer:
         """Listen on an address and a free port; raise ConfigError if that is not possible."""
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            self._listener = socket.create_server((address, 0), family=family, backlog=4096)
+            listener = socket.create_server((address, 0), family=family)
         except OSError as error:
             raise ConfigError(
                 f"cannot listen on {address!r} ({error.strerror}); allowed: an address of this "
                 "machine"
             ) from error
-        self._listener.setblocking(False)
-        host, port = self._listener.getsockname()[:2]
+        host, port = listener.getsockname()[:2]
         self.endpoint = RendezvousEndpoint(host, port, secrets.token_hex(32))
         self._values: dict[bytes, bytes] = {}
-        self._peers: dict[int, _Peer] = {}  # by file descriptor
-        self._strangers: dict[_Peer, None] = {}  # peers with a challenge, oldest first
-        self._waiting: dict[bytes, list[_Peer]] = {}  # by a missing key
+        self._arrivals: dict[bytes, asyncio.Event] = {}  # by a missing key that is waited for
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # not authenticated, oldest first
+        self._ranks: dict[asyncio.StreamWriter, int] = {}  # that are connected
         self._ranks_seen: set[int] = set()
         self._end_reason = b""  # of end_waits
-        self._next_deadline = math.inf
-        self._operations: dict[bytes, Callable[..., None]] = {
-            b"join": self._join,
+        self._operations: dict[bytes, Callable[..., Sequence[bytes]]] = {
             b"set": self._set,
-            b"get": self._get,
-            b"wait": self._wait,
             b"add": self._add,
             b"append": self._append,
             b"compare_set": self._compare_set,
             b"delete_key": self._delete_key,
             b"check": self._check,
-            b"num_keys": self._num_keys,
-            b"time": self._time,
+            b"num_keys": lambda: [b"%d" % len(self._values)],
+            b"time": lambda: [struct.pack(">d", time.time())],
             b"end_waits": self._end_waits,
         }
-        self._closing, self._close_signal = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._selector.register(self._closing, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="rendezvous", daemon=True)
+        self._loop, self._is_closing = asyncio.new_event_loop(), asyncio.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(listener,), name="rendezvous", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:
         """Stop the server. May be called twice."""
-        self._close_signal.close()
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._is_closing.set)
         self._thread.join()
 
     def __enter__(self) -> Self:
@@ -168,205 +146,141 @@ class RendezvousServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _serve(self) -> None:
-        while True:
-            remaining_s = self._next_deadline - time.monotonic()
-            for key, events in self._selector.select(min(max(remaining_s, 0.0), _IDLE_S)):
-                if key.fileobj is self._closing:
-                    return self._shut_down()
-                peer = self._peers.get(key.fd)
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif peer is not None and peer is key.data:  # not disconnected since select
-                    self._handle_events(peer, events)
-            if time.monotonic() >= self._next_deadline:
-                self._expire()
+    def _run(self, listener: socket.socket) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve(listener))
 
-    def _shut_down(self) -> None:
-        for peer in list(self._peers.values()):
-            self._disconnect(peer)
-        for resource in (self._listener, self._closing, self._selector):
-            resource.close()
+    async def _serve(self, listener: socket.socket) -> None:
+        server = await asyncio.start_server(self._handle_connection, sock=listener, backlog=1)
+        # asyncio accepts so many connections at once. When thousands of ranks connect, those that
+        # are accepted have to authenticate before more than _MAX_STRANGERS are.
+        listener.listen(_BACKLOG)
+        await self._is_closing.wait()
+        server.close()
 
-    def _accept(self) -> None:
+    async def _handle_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Authenticate a client, then answer its requests until it disconnects."""
+        try:
+            # Python 3.12.1 prints tasks that are cancelled, as these are when the server closes.
+            with contextlib.suppress(OSError, EOFError, asyncio.CancelledError):
+                # A task for each request: while one waits, the end of the connection is seen.
+                async with asyncio.TaskGroup() as answers:
+                    if await self._authenticate(reader, writer):
+                        while True:
+                            body = await _read_frame(reader)
+                            answers.create_task(self._answer(writer, body))
+        finally:
+            self._ranks.pop(writer, None)
+            writer.close()
+
+    async def _authenticate(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> bool:
+        """Return whether a client has sent a valid answer to its challenge.
+
+        Raises:
+            OSError, EOFError: It is late or has disconnected.
+        """
         if len(self._strangers) >= _MAX_STRANGERS:
-            self._disconnect(next(iter(self._strangers)))
-        try:
-            sock, _ = self._listener.accept()
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        except OSError:  # disconnected already, or this process is out of file descriptors
-            time.sleep(0.001)
-            return
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        self._strangers[writer] = None
         challenge = Challenge(self.endpoint.token)
-        peer = self._peers[sock.fileno()] = _Peer(sock, challenge, math.inf)
-        self._strangers[peer] = None
-        self._selector.register(sock, selectors.EVENT_READ, peer)
-        self._set_deadline(peer, network.HANDSHAKE_TIMEOUT_S)
-        self._send(peer, challenge.nonce)
-
-    def _disconnect(self, peer: _Peer) -> None:
-        if self._peers.pop(peer.sock.fileno(), None) is not None:
-            self._strangers.pop(peer, None)
-            self._selector.unregister(peer.sock)
-            peer.sock.close()
-            peer.awaited_keys = ()
-
-    def _set_deadline(self, peer: _Peer, timeout_s: float) -> None:
-        peer.deadline = time.monotonic() + timeout_s
-        self._next_deadline = min(self._next_deadline, peer.deadline)
-
-    def _expire(self) -> None:
-        time_s = time.monotonic()
-        late = [peer for peer in self._peers.values() if peer.deadline <= time_s]
-        connected = {peer.rank for peer in self._peers.values() if peer.rank is not None}
-        ranks = (_encode_ranks(self._ranks_seen), _encode_ranks(connected)) if late else ()
-        for peer in late:
-            if peer.challenge is not None:
-                self._disconnect(peer)
-            else:
-                missing = [key for key in peer.awaited_keys if key not in self._values]
-                peer.awaited_keys, peer.deadline = (), math.inf
-                self._send(peer, encode_frame(LATE, *ranks, *missing))
-        nearest = min((peer.deadline for peer in self._peers.values()), default=math.inf)
-        self._next_deadline = max(nearest, time_s + _EXPIRE_S)
-
-    def _handle_events(self, peer: _Peer, events: int) -> None:
-        if events & selectors.EVENT_WRITE:
-            self._send(peer, b"")
-        if not events & selectors.EVENT_READ:
-            return
+        writer.write(challenge.nonce)
         try:
-            data = peer.sock.recv(1 << 16)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        peer.inbox += data
-        if not data or len(peer.inbox) > MAX_FRAME_BYTES + 4:
-            self._disconnect(peer)
-        elif peer.challenge is None or self._authenticate(peer, peer.challenge):
-            self._run_requests(peer)
-
-    def _authenticate(self, peer: _Peer, challenge: Challenge) -> bool:
-        """Return whether the peer has sent a valid answer to its challenge."""
-        if len(peer.inbox) < network.ANSWER_BYTES:
-            return False
-        is_right, reply = challenge.verify(bytes(peer.inbox[: network.ANSWER_BYTES]))
-        del peer.inbox[: network.ANSWER_BYTES]
-        peer.challenge, peer.deadline = None, math.inf
-        del self._strangers[peer]
-        self._send(peer, reply)
-        if not is_right:
-            self._disconnect(peer)
+            async with asyncio.timeout(network.HANDSHAKE_TIMEOUT_S):
+                answer = await reader.readexactly(network.ANSWER_BYTES)
+        finally:
+            self._strangers.pop(writer, None)
+        is_right, reply = challenge.verify(answer)
+        writer.write(reply)
         return is_right
 
-    def _run_requests(self, peer: _Peer) -> None:
-        """Run the complete requests in the inbox, until one has to wait."""
-        inbox = peer.inbox
-        while not peer.awaited_keys and len(inbox) >= 4:
-            end = 4 + int.from_bytes(inbox[:4], "big")
-            if len(inbox) < end:
-                return
-            body = bytes(inbox[4:end])
-            del inbox[:end]
-            try:
-                operation, *arguments = decode_fields(body)
-                self._operations[operation](peer, *arguments)
-            except (ValueError, TypeError, KeyError, struct.error) as error:
-                self._send(peer, encode_frame(BAD, f"{type(error).__name__}: {error}".encode()))
-
-    def _send(self, peer: _Peer, data: bytes) -> None:
-        peer.outbox += data
+    async def _answer(self, writer: asyncio.StreamWriter, body: bytes) -> None:
+        """Run a request and send its answer."""
         try:
-            with contextlib.suppress(BlockingIOError):
-                while peer.outbox:
-                    del peer.outbox[: peer.sock.send(peer.outbox)]
-            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.outbox else 0)
-            if self._selector.get_key(peer.sock).events != events:
-                self._selector.modify(peer.sock, events, peer)
-        except OSError:
-            self._disconnect(peer)
+            operation, *arguments = decode_fields(body)
+            if operation == b"join":
+                answer = [OK, *self._join(writer, *arguments)]
+            elif operation in (b"get", b"wait"):
+                answer = await self._wait(*arguments, is_get=operation == b"get")
+            else:
+                answer = [OK, *self._operations[operation](*arguments)]
+        except (ValueError, TypeError, KeyError, struct.error) as error:
+            answer = [BAD, f"{type(error).__name__}: {error}".encode()]
+        writer.write(encode_frame(*answer))
+        await writer.drain()
 
-    def _join(self, peer: _Peer, rank: bytes) -> None:
-        peer.rank = int(rank)
-        self._ranks_seen.add(peer.rank)
-        self._send(peer, encode_frame(OK))
+    def _join(self, writer: asyncio.StreamWriter, rank: bytes) -> Sequence[bytes]:
+        self._ranks[writer] = int(rank)
+        self._ranks_seen.add(int(rank))
+        return []
+
+    async def _wait(self, timeout_s: bytes, *keys: bytes, is_get: bool) -> list[bytes]:
+        """Wait until all keys exist; return the fields of the answer."""
+        try:
+            async with asyncio.timeout(*struct.unpack(">d", timeout_s)):
+                while missing := [key for key in keys if key not in self._values]:
+                    for key in missing:  # then all again: keys may have been deleted
+                        while key not in self._values:
+                            if self._end_reason:
+                                return [BAD, self._end_reason]
+                            await self._arrivals.setdefault(key, asyncio.Event()).wait()
+        except TimeoutError:
+            ranks = _encode_ranks(self._ranks_seen), _encode_ranks(self._ranks.values())
+            return [LATE, *ranks, *(key for key in keys if key not in self._values)]
+        return [OK, *(self._values[key] for key in keys if is_get)]
+
+    def _end_waits(self, reason: bytes) -> Sequence[bytes]:
+        self._end_reason = reason
+        self._put(WAITS_ENDED_KEY.encode(), reason)
+        while self._arrivals:
+            self._arrivals.popitem()[1].set()
+        return []
 
     def _put(self, key: bytes, value: bytes) -> None:
         self._values[key] = value
-        for peer in self._waiting.pop(key, ()):
-            # Otherwise its wait has timed out, or it has disconnected.
-            if peer.awaited_keys and peer.awaited_keys[peer.num_present] == key:
-                self._answer_if_complete(peer)
+        if arrival := self._arrivals.pop(key, None):
+            arrival.set()
 
-    def _set(self, peer: _Peer, *keys_and_values: bytes) -> None:
-        keys, values = keys_and_values[::2], keys_and_values[1::2]
-        for key, value in zip(keys, values, strict=True):
+    def _set(self, *keys_and_values: bytes) -> Sequence[bytes]:
+        for key, value in zip(keys_and_values[::2], keys_and_values[1::2], strict=True):
             self._put(key, value)
-        self._send(peer, encode_frame(OK))
+        return []
 
-    def _get(self, peer: _Peer, timeout_s: bytes, *keys: bytes) -> None:
-        self._wait(peer, timeout_s, *keys, is_get=True)
+    def _add(self, key: bytes, amount: bytes) -> Sequence[bytes]:
+        self._put(key, b"%d" % (int(self._values.get(key, b"0")) + int(amount)))
+        return [self._values[key]]
 
-    def _wait(self, peer: _Peer, timeout_s: bytes, *keys: bytes, is_get: bool = False) -> None:
-        self._set_deadline(peer, *struct.unpack(">d", timeout_s))
-        peer.awaited_keys, peer.num_present, peer.is_get = keys, 0, is_get
-        self._answer_if_complete(peer)
-        if peer.awaited_keys and self._end_reason:
-            self._refuse(peer)
-
-    def _end_waits(self, peer: _Peer, reason: bytes) -> None:
-        self._end_reason = reason
-        self._put(WAITS_ENDED_KEY.encode(), reason)
-        for waiting in [other for other in self._peers.values() if other.awaited_keys]:
-            self._refuse(waiting)
-        self._send(peer, encode_frame(OK))
-
-    def _refuse(self, peer: _Peer) -> None:
-        peer.awaited_keys, peer.deadline = (), math.inf
-        self._send(peer, encode_frame(BAD, self._end_reason))
-
-    def _answer_if_complete(self, peer: _Peer) -> None:
-        for start in (peer.num_present, 0):  # from the first again: keys may have been deleted
-            for index in range(start, len(peer.awaited_keys)):
-                if peer.awaited_keys[index] not in self._values:
-                    peer.num_present = index
-                    self._waiting.setdefault(peer.awaited_keys[index], []).append(peer)
-                    return
-        values = [self._values[key] for key in peer.awaited_keys] if peer.is_get else []
-        peer.awaited_keys, peer.deadline = (), math.inf
-        self._send(peer, encode_frame(OK, *values))
-
-    def _add(self, peer: _Peer, key: bytes, amount: bytes) -> None:
-        total = b"%d" % (int(self._values.get(key, b"0")) + int(amount))
-        self._put(key, total)
-        self._send(peer, encode_frame(OK, total))
-
-    def _append(self, peer: _Peer, key: bytes, value: bytes) -> None:
+    def _append(self, key: bytes, value: bytes) -> Sequence[bytes]:
         self._put(key, self._values.get(key, b"") + value)
-        self._send(peer, encode_frame(OK))
+        return []
 
-    def _compare_set(self, peer: _Peer, key: bytes, expected: bytes, desired: bytes) -> None:
+    def _compare_set(self, key: bytes, expected: bytes, desired: bytes) -> Sequence[bytes]:
         """Set a missing key if `expected` is empty, as torch's TCPStore does."""
         if self._values.get(key, b"") == expected:
             self._put(key, desired)
-        self._send(peer, encode_frame(OK, self._values.get(key, expected)))
+        return [self._values.get(key, expected)]
 
-    def _delete_key(self, peer: _Peer, key: bytes) -> None:
-        self._send(peer, encode_frame(OK, b"%d" % (self._values.pop(key, None) is not None)))
+    def _delete_key(self, key: bytes) -> Sequence[bytes]:
+        return [b"%d" % (self._values.pop(key, None) is not None)]
 
-    def _check(self, peer: _Peer, *keys: bytes) -> None:
-        self._send(peer, encode_frame(OK, b"%d" % all(key in self._values for key in keys)))
-
-    def _num_keys(self, peer: _Peer) -> None:
-        self._send(peer, encode_frame(OK, b"%d" % len(self._values)))
-
-    def _time(self, peer: _Peer) -> None:
-        self._send(peer, encode_frame(OK, struct.pack(">d", time.time())))
+    def _check(self, *keys: bytes) -> Sequence[bytes]:
+        return [b"%d" % all(key in self._values for key in keys)]
 
 
-def _encode_ranks(ranks: set[int]) -> bytes:
+async def _read_frame(reader: asyncio.StreamReader) -> bytes:
+    """Read a frame without its length; raise EOFError if it ends or is too long."""
+    length = int.from_bytes(await reader.readexactly(4), "big")
+    if length > MAX_FRAME_BYTES:
+        raise EOFError(f"a frame of {length} bytes")
+    return await reader.readexactly(length)
+
+
+def _encode_ranks(ranks: Collection[int]) -> bytes:
     return ",".join(map(str, sorted(ranks))).encode()
 
 

@@ -1,16 +1,13 @@
 """A process that starts conversions in processes of their own, on demand: importing takes seconds.
 
-It says when it is ready. Then a line of its input, [plan, output, workers, report, start method],
-starts one; a line of its output is its id. It leads a session, which all that it starts belong to.
-What it printed goes to the file `report`. Its workers start by that method: "fork", and they have
-imported everything, or "forkserver", as those of users.
+It says when it is ready. Then a line of its input, [plan, output, workers, report], starts one; a
+line of its output is its process id. What it printed goes to the file `report`.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import multiprocessing
 import os
 import pickle
 import signal
@@ -25,10 +22,8 @@ from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.run import run
 
 
-def convert(plan: str, output: str, workers: int, report: str, method: str) -> None:
+def convert(plan: str, output: str, workers: int, report: str) -> None:
     conversion = pickle.loads(Path(plan).read_bytes())
-    context = multiprocessing.get_context(method)
-    multiprocessing.get_context = lambda _: context
     console = Console(width=200, record=True, file=io.StringIO())
     run(replace(conversion, output=Path(output)), Resources(workers=workers), console)
     Path(report).write_text(console.export_text())
@@ -40,8 +35,6 @@ def serve() -> None:
     for line in sys.stdin:
         child = os.fork()
         if not child:
-            os.setsid()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             convert(*json.loads(line))
             os._exit(0)
         print(child, flush=True)

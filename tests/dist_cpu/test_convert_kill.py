@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -27,12 +27,13 @@ from mcore_rl.jobs.convert import to_hf, to_megatron
 from mcore_rl.jobs.convert.plan import Resources
 from mcore_rl.jobs.convert.run import run
 from tests.nightly import all_but
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.job
 
 
 class Conversions:
-    """Conversions of a model of 110 MB, each in a session of its own."""
+    """Conversions of a model of 110 MB, each in a process of its own."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,33 +42,15 @@ class Conversions:
         self._server = subprocess.Popen([sys.executable, script], **streams)
         assert self._server.stdout.readline() == "ready\n"  # or waiting would count as converting
 
-    def start(self, name: str, output: Path, workers: int, method: str = "fork") -> int:
-        """The id of its session; what it prints goes to the file output.txt."""
-        line = [str(self.folder / name), str(output), workers, f"{output}.txt", method]
+    def start(self, name: str, output: Path, workers: int) -> int:
+        """Return its process id; what it prints goes to the file output.txt."""
+        line = [str(self.folder / name), str(output), workers, f"{output}.txt"]
         print(json.dumps(line), file=self._server.stdin, flush=True)
         return int(self._server.stdout.readline())
 
     def close(self) -> None:
         self._server.stdin.close()
         self._server.wait()
-
-
-def living(session: int) -> list[int]:
-    """Processes of a session."""
-    pids = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            is_member = session in (process.pid, os.getsid(process.pid))
-            if is_member and process.status() != psutil.STATUS_ZOMBIE:
-                pids.append(process.pid)
-    return pids
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.fixture(scope="module")
@@ -116,14 +99,13 @@ def contents(folder: Path) -> dict[str, str]:
 def test_killed_at_random_moments_it_comes_to_the_same_bytes(
     conversions, tmp_path, name, workers, times
 ):
-    """And no process outlives the one that was killed."""
     out, rng = tmp_path / "out", random.Random(workers)
     expected = contents(conversions.folder / OUTPUTS[name])
 
     def finish() -> float:
         started = time.monotonic()
-        session = conversions.start(name, out, workers)
-        wait_until(lambda: not living(session))
+        pid = conversions.start(name, out, workers)
+        wait_until(lambda: not psutil.pid_exists(pid))
         assert contents(out) == expected
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "out.txt"]
         shutil.rmtree(out)
@@ -131,12 +113,12 @@ def test_killed_at_random_moments_it_comes_to_the_same_bytes(
 
     whole_s, kills = finish(), 0
     while kills < times:
-        session = conversions.start(name, out, workers)
+        pid = conversions.start(name, out, workers)
         time.sleep(rng.uniform(0, whole_s))
         with contextlib.suppress(ProcessLookupError):  # it was faster
-            os.kill(session, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
             kills += 1
-        wait_until(lambda session=session: not living(session))
+        wait_until(lambda pid=pid: not psutil.pid_exists(pid))
         if out.exists():
             assert contents(out) == expected
             if not (tmp_path / ".out.partial").exists():
@@ -152,20 +134,17 @@ def test_killed_at_random_moments_it_comes_to_the_same_bytes(
     ),
 )
 def test_memory_stays_under_what_is_printed(conversions, tmp_path, name, workers):
-    """The largest resident memory of each process, whenever it had it, all summed up."""
-    out = tmp_path / "out"
-    peaks: dict[int, int] = {}
-    session = conversions.start(name, out, workers, "forkserver")
-    while pids := living(session):
+    """Read the largest resident memory until the process has ended."""
+    out, peak = tmp_path / "out", 0
+    pid = conversions.start(name, out, workers)
+    while psutil.pid_exists(pid):
         time.sleep(0.005)
-        for pid in pids:
-            with contextlib.suppress(OSError):
-                status = Path(f"/proc/{pid}/status").read_text()
-                if match := re.search(r"VmHWM:\s+(\d+)", status):
-                    peaks[pid] = int(match[1]) * 1024
+        with contextlib.suppress(OSError):
+            if match := re.search(r"VmHWM:\s+(\d+)", Path(f"/proc/{pid}/status").read_text()):
+                peak = int(match[1]) * 1024
     bound = read_bound(Path(f"{out}.txt").read_text())
-    assert sum(peaks.values()) <= bound * 1.005  # three digits are printed
-    assert sum(peaks.values()) > bound * 0.6
+    assert peak <= bound * 1.005  # three digits are printed
+    assert peak > bound * 0.6
 
 
 def read_bound(printed: str) -> float:

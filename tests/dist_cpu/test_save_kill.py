@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,6 +20,7 @@ import tiny_models
 
 from mcore_rl.checkpoint.run_checkpoints import list_steps
 from tests.nightly import all_but
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.ranks
 
@@ -67,13 +68,6 @@ def time_to_save(saves: Saves, order: list[object], folder: Path) -> float:
     wait_until(functools.partial(is_saved, folder, 1))
     saves.kill()
     return time.monotonic() - started
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    started = time.monotonic()
-    while not happened():
-        assert time.monotonic() - started < 120
-        time.sleep(0.005)
 
 
 def is_saved(folder: Path, step: int) -> bool:

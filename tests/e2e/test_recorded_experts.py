@@ -258,7 +258,7 @@ def check_two_workers(folder: Path) -> None:
 
 
 def test_vllms_own_model_runner_of_the_cpu_still_reports_no_experts():
-    """Else record_experts of inference/vllm/cpu_patches.py is to go."""
+    """Else record_experts of inference/vllm/patches/cpu.py is to go."""
     folder = Path(importlib.util.find_spec("vllm").origin).parent / "v1" / "worker"
     for name in ("cpu_model_runner.py", "gpu_model_runner.py"):
         assert "aux_output_connector" not in (folder / name).read_text()

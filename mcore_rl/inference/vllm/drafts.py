@@ -30,9 +30,9 @@ def build_draft_arguments(num_tokens: int, engine_arguments: Mapping[str, Any]) 
         return {}
     speculative: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_tokens}
     if current_platform.is_cpu():
-        from mcore_rl.inference.vllm import cpu_patches
+        from mcore_rl.inference.vllm.patches import cpu
 
-        cpu_patches.repeat_sampling_parameters()  # in this process, which forks the others
+        cpu.repeat_sampling_parameters()  # in this process, which forks the others
         speculative["attention_backend"] = engine_arguments["attention_backend"]
     else:
         speculative["moe_backend"] = engine_arguments.get("moe_backend")

@@ -568,7 +568,7 @@ class VLLMServer(GenerationServer):
             keep_running: Running requests keep their keys and values. Otherwise they compute them
                 again.
         """
-        from mcore_rl.inference.vllm.caches import FORGET_PREFIXES
+        from mcore_rl.inference.vllm.patches.caches import FORGET_PREFIXES
 
         engine = self._started_engine
         if keep_running:

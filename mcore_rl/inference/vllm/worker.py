@@ -1,17 +1,15 @@
-"""vLLM's engine and worker processes: engine arguments by device type, patches, watchdog, sleep.
+"""vLLM's engine and worker processes: engine arguments by device type, set-up, watchdog.
 
 The server process gets its engine arguments here. Engine and worker processes are set up through
 `ServerName` when they are spawned, or through `prepare_forks` when they are forked; workers also
-get `WorkerExtension` (vLLM's `worker_extension_cls`). Patches for CPUs alone are in cpu_patches.py.
+get `WorkerExtension` (vLLM's `worker_extension_cls`). What they patch of vLLM is in patches/.
 Upstream lines are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
-import itertools
 import multiprocessing
 import os
 import re
@@ -20,7 +18,7 @@ import select
 import signal
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.util import register_after_fork
 from pathlib import Path
 from typing import Any
@@ -34,15 +32,25 @@ from vllm.model_executor.models import registry
 from vllm.platforms import current_platform
 from vllm.utils import system_utils
 from vllm.utils.cpu_resource_utils import parse_id_list
-from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.engine.exceptions import EngineDeadError
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.inference.vllm.adapters import register_manager
-from mcore_rl.inference.vllm.caches import patch_caches
-from mcore_rl.inference.vllm.data_parallel import bind_stores, patch_clients, set_up_coordinator
 from mcore_rl.inference.vllm.drafts import join_models
+from mcore_rl.inference.vllm.patches.caches import patch_caches
+from mcore_rl.inference.vllm.patches.processes import (
+    bind_stores,
+    end_calls_of_dead_engines,
+    name_shared_memory,
+    return_all_answers,
+    set_up_coordinator,
+)
+from mcore_rl.inference.vllm.patches.sleep import (
+    list_kv_caches,
+    list_weights,
+    patch_sleep,
+    sum_mapped_bytes,
+)
 from mcore_rl.inference.vllm.processes import use_worker_rendezvous
 from mcore_rl.inference.vllm.trace import TraceTaker
 from mcore_rl.inference.vllm.weights import (
@@ -61,7 +69,6 @@ from mcore_rl.parallel.store import guard_gloo
 BACKEND = "mcore_rl"  # name of our engine among vLLM's weight transfer engines
 START_METHOD = {"cpu": "fork", "cuda": "spawn"}  # of engine and worker processes
 _BINDS = "VLLM_CPU_OMP_THREADS_BIND"  # cores of each worker on this node, as "0|1"
-_POLL_S = 1.0  # how often a call checks that its engine lives
 
 
 class ServerName(str):
@@ -114,10 +121,10 @@ def prepare_forks(server: ServerName) -> Iterator[None]:
     # use Ray (utils/system_utils.py:130), which ours do not.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = START_METHOD[current_platform.device_type]
     system_utils.is_in_ray_actor = lambda: False
-    patch_clients()
+    return_all_answers()
     bind_stores()
     set_up_coordinator(server)
-    _end_calls_of_dead_engines()
+    end_calls_of_dead_engines()
     fork = _Fork(server)  # multiprocessing keeps no reference
     try:
         yield
@@ -173,14 +180,14 @@ def build_device_arguments(
     if config.cores and config.num_workers == 1:  # vLLM reads the bind for several workers only
         cores = ",".join(map(str, parse_id_list(config.cores)))
         os.environ["OMP_PLACES"] = f"{{{cores}}}"
-    from mcore_rl.inference.vllm import cpu_patches
+    from mcore_rl.inference.vllm.patches import cpu
 
-    cpu_patches.use_compiled_ops()  # in this process, from which the others are forked
+    cpu.use_compiled_ops()  # in this process, from which the others are forked
     if config.dp > 1 and config.tp > 1:
-        cpu_patches.gather_single_tokens()
+        cpu.gather_single_tokens()
     return arguments | {
         "enforce_eager": True,
-        "kernel_config": cpu_patches.PRIORITY,
+        "kernel_config": cpu.PRIORITY,
         # On a CPU with AMX, MLA's default kernels are for bfloat16 and for sizes that 32 divides
         # (platforms/cpu.py:156). Other attention has a single backend there, and ignores this.
         "attention_backend": "CPU_MLA",
@@ -217,9 +224,9 @@ def build_expert_arguments(records_experts: bool) -> dict[str, Any]:
         ConfigError: VLLM_USE_V2_MODEL_RUNNER selects the runner of GPUs that records none.
     """
     if records_experts and current_platform.is_cpu():
-        from mcore_rl.inference.vllm import cpu_patches
+        from mcore_rl.inference.vllm.patches import cpu
 
-        cpu_patches.record_experts()
+        cpu.record_experts()
     elif records_experts and envs.VLLM_USE_V2_MODEL_RUNNER is False:
         raise ConfigError(
             "actor.moe.router_replay='rollout': vLLM's model runner V1 records no experts, and "
@@ -288,27 +295,6 @@ def _pin_to_cores() -> None:
     if cores:
         os.sched_setaffinity(0, cores)
         torch.set_num_threads(len(cores))
-
-
-@functools.cache
-def _end_calls_of_dead_engines() -> None:
-    """Make calls other than `generate` raise EngineDeadError when the engine dies.
-
-    vLLM does not fail their futures (v1/engine/core_client.py:1291): they would wait for ever.
-    """
-    upstream = AsyncMPClient._call_utility_async
-
-    async def call(client: AsyncMPClient, *args: Any, **kwargs: Any) -> Any:
-        answer = asyncio.ensure_future(upstream(client, *args, **kwargs))
-        try:
-            while not (await asyncio.wait({answer}, timeout=_POLL_S))[0]:
-                if client.resources.engine_dead:
-                    raise EngineDeadError
-            return answer.result()
-        finally:
-            answer.cancel()
-
-    AsyncMPClient._call_utility_async = call
 
 
 def remove_shared_memory(server: ServerName) -> None:
@@ -396,25 +382,9 @@ class WorkerExtension(TraceTaker):
         """Return the bytes of the weights and of the KV cache; 0 when asleep."""
         runner = self.model_runner
         if not current_platform.is_cpu():
-            return _sum_mapped_bytes("weights"), _sum_mapped_bytes("kv_cache")
-        weights = sum(storage.nbytes() for storage in _list_weights(join_models(runner)))
-        return weights, sum(storage.nbytes() for storage in _list_kv_caches(runner))
-
-
-def _name_shared_memory(server: ServerName) -> None:
-    """Put the server's name into the names of the workers' shared memory.
-
-    vLLM's name is empty under `external_launcher` (v1/worker/cpu_worker.py:148), so that segments
-    of two jobs collide, and random otherwise, so that leftovers belong to no server.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    upstream = _CPUSHMDistributed.make_group_name
-
-    def make_group_name(communicator: Any) -> str:
-        return f"mcore_rl_{server}_{upstream(communicator)}".replace("/", "_")
-
-    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+            return sum_mapped_bytes("weights"), sum_mapped_bytes("kv_cache")
+        weights = sum(storage.nbytes() for storage in list_weights(join_models(runner)))
+        return weights, sum(storage.nbytes() for storage in list_kv_caches(runner))
 
 
 @functools.cache  # a process may unpickle its config more than once
@@ -468,7 +438,7 @@ def _apply_patches(server: ServerName) -> None:
     bind_stores()
     register()
     if current_platform.is_cpu():
-        _name_shared_memory(server)
+        name_shared_memory(server)
 
 
 @functools.cache  # vLLM loads plugins in each of its processes, some of which are forks
@@ -476,120 +446,14 @@ def register() -> None:
     """Prepare a vLLM process for updates by a trainer: this package's plugin of vLLM."""
     module = "mcore_rl.inference.vllm.weights"
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
-    _patch_sleep()
+    patch_sleep()
     patch_caches()
     register_loaders()
     register_manager()
     if current_platform.is_cpu():
-        from mcore_rl.inference.vllm import cpu_patches
+        from mcore_rl.inference.vllm.patches import cpu
 
-        cpu_patches.map_expert_ids()
-        cpu_patches.route_without_groups()
-        cpu_patches.exchange_tokens()
-        cpu_patches.hide_llvmlite()
-
-
-def _patch_sleep() -> None:
-    """Give vLLM's CPU worker a sleep; make all workers wake with an empty KV cache.
-
-    vLLM's sleep is a no-op on a CPU (v1/worker/cpu_worker.py:179). Ours frees the storages of
-    weights and KV cache and allocates them again, so that tensors that refer to them stay valid.
-    Values are discarded, as in vLLM's sleep level 2 on a GPU. Reading a freed storage would end the
-    process, so the server runs nothing meanwhile (inference/lifecycle.py).
-    """
-    if current_platform.is_cpu():
-        from vllm.v1.worker.cpu_worker import CPUWorker
-
-        CPUWorker.sleep, CPUWorker.wake_up = _sleep_on_cpu, clear_woken_cache(_wake_on_cpu)
-    else:
-        from vllm.v1.worker.gpu_worker import Worker
-
-        Worker.wake_up = clear_woken_cache(Worker.wake_up)
-
-
-def clear_woken_cache(wake_up: Callable[..., None]) -> Callable[..., None]:
-    """Extend a worker's `wake_up`: it zeroes the KV cache that it allocates.
-
-    vLLM's (v1/worker/gpu_worker.py:332) leaves old memory contents. Attention multiplies slots that
-    were never written by 0, which a NaN in them survives.
-    """
-
-    @functools.wraps(wake_up)
-    def wake(worker: Any, tags: list[str] | None = None) -> None:
-        wake_up(worker, tags)
-        if tags is None or "kv_cache" in tags:
-            for storage in _list_kv_caches(worker.model_runner):
-                zeros = torch.empty(0, dtype=torch.uint8, device=storage.device)
-                zeros.set_(storage).zero_()
-
-    return wake
-
-
-def _sleep_on_cpu(worker: Any, level: int = 1) -> None:
-    """Free the storages of weights and KV cache; their sizes are in `worker._asleep`.
-
-    Level 1 keeps the weights, where vLLM moves them to host memory.
-    """
-    if level not in (1, 2):
-        raise ValueError(f"sleep of level {level} on a CPU; there are levels 1 and 2")
-    model: Any = join_models(worker.model_runner)
-    weights = _list_weights(model) if level == 2 else []
-    worker._asleep = {
-        "weights": [(storage, storage.nbytes()) for storage in weights],
-        "kv_cache": [
-            (storage, storage.nbytes()) for storage in _list_kv_caches(worker.model_runner)
-        ],
-    }
-    for storages in worker._asleep.values():
-        for storage, _ in storages:
-            storage.resize_(0)
-    for module in model.modules() if level == 2 else ():
-        if hasattr(module, "cpu_linear"):  # it has oneDNN's pack of the weight
-            module.cpu_linear = _refuse_to_run
-
-
-def _wake_on_cpu(worker: Any, tags: list[str] | None = None) -> None:
-    """Allocate the storages of these tags ("weights", "kv_cache"; None: all), without values."""
-    for tag in tags or list(worker._asleep):
-        for storage, num_bytes in worker._asleep.pop(tag):
-            storage.resize_(num_bytes)
-
-
-def _refuse_to_run(*_: Any) -> torch.Tensor:
-    raise RuntimeError("this layer has had no weights since it slept")
-
-
-def _sum_mapped_bytes(tag: str) -> int:
-    """Return the mapped bytes of a tag on a GPU, where sleep unmaps memory of unchanged tensors."""
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    allocations = CuMemAllocator.get_instance().pointer_to_data.values()
-    return sum(data.handle[1] for data in allocations if data.tag == tag and not data.is_asleep)
-
-
-def _list_weights(model: torch.nn.Module) -> list[torch.UntypedStorage]:
-    """Return the storages of parameters.
-
-    Among them are W_UV and W_UK_T, which vLLM derives for MLA: it registers them as parameters
-    (model_executor/layers/attention/mla_attention.py:1325).
-    """
-    for parameter in model.parameters():
-        if not parameter.untyped_storage().resizable():  # a mapped file
-            parameter.data = parameter.data.clone()
-    return _list_storages(model.parameters())
-
-
-def _list_kv_caches(model_runner: Any) -> list[torch.UntypedStorage]:
-    """Return the storages of the KV cache of all layers."""
-    caches = model_runner.kv_caches
-    layers = (cache if isinstance(cache, list) else [cache] for cache in caches)
-    return _list_storages(itertools.chain.from_iterable(layers))
-
-
-def _list_storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """Return each storage once, also if several tensors share it."""
-    storages: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        storages[storage._cdata] = storage
-    return list(storages.values())
+        cpu.map_expert_ids()
+        cpu.route_without_groups()
+        cpu.exchange_tokens()
+        cpu.hide_llvmlite()

@@ -1,4 +1,4 @@
-"""Plans of conversions: options, parameters, files, and limits on memory and processes."""
+"""Plans of conversions: options, parameters, files, and limits on memory and threads."""
 
 from __future__ import annotations
 
@@ -26,21 +26,16 @@ BRIDGES = ("megatron-bridge",)
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KIB": 1 << 10, "MIB": 1 << 20, "GIB": 1 << 30, "TIB": 1 << 40}
 
-# Measured: a process that has imported torch, whose build for CUDA takes more, and our readers, and
-# memory that allocators keep.
-_WORKER_BYTES = (576 if torch.version.cuda else 288) << 20
 # Measured: pages of torch's libraries that are first read when this process ends.
 _EXIT_BYTES = (128 if torch.version.cuda else 32) << 20
-_TRACKER_BYTES = 16 << 20  # the resource tracker of multiprocessing
 _SLACK_BYTES = 32 << 20
 # Measured with 60,000 of each: an entry (tensor or chunk) of an index that is read, and a chunk of
 # a checkpoint while its index is written.
 READ_ENTRY_BYTES, WRITTEN_ENTRY_BYTES = 2048, 4096
 _MOST_WORKERS = 4  # default of --workers: more seldom helps with one disk
-_BYTES_PER_WORKER = 2 << 30  # written; fewer take less time than importing torch once more
 UNSHARDED = Shard(0, 1)
 _SMALLEST_FILE, _LARGEST_FILE = 32 << 20, 1 << 30  # bytes
-_NUM_FILES = 8  # so that several processes share the work of a small model, too
+_NUM_FILES = 8  # so that several threads share the work of a small model, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,15 +141,15 @@ def compute_fingerprint(
     return facts
 
 
-# Memory and processes
+# Memory and threads
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
     """Limits of a conversion; None leaves the choice to it."""
 
-    workers: int | None = None  # processes that convert
-    max_memory_bytes: int | None = None  # sum over all processes
+    workers: int | None = None  # threads that convert
+    max_memory_bytes: int | None = None
 
     def __post_init__(self) -> None:
         if self.workers is not None:
@@ -191,22 +186,19 @@ def format_bytes(size: float) -> str:
 
 
 def choose_workers(
-    memory_bytes: Sequence[int], total_bytes: int, resources: Resources, finish_bytes: int = 0
+    memory_bytes: Sequence[int], resources: Resources, finish_bytes: int = 0
 ) -> tuple[int, str]:
-    """Return the number of processes, and a line on the memory that they take.
+    """Return the number of threads, and a line on the memory that they take.
 
     Args:
         memory_bytes: Memory of each unit of work.
-        total_bytes: What all units write.
-        finish_bytes: Memory of this process when all units are written.
+        finish_bytes: Memory that is taken when all units are written.
 
     Raises:
         ConfigError: Less memory is allowed than the conversion takes.
     """
     largest = max(memory_bytes, default=0)
-    most = resources.workers or min(
-        os.cpu_count() or 1, _MOST_WORKERS, total_bytes // _BYTES_PER_WORKER
-    )
+    most = resources.workers or min(os.cpu_count() or 1, _MOST_WORKERS)
     workers = max(1, min(most, len(memory_bytes)))
     allowed = resources.max_memory_bytes
     if resources.workers is None and allowed is not None:
@@ -215,23 +207,19 @@ def choose_workers(
     bound = compute_memory_bound(workers, largest, finish_bytes)
     if allowed is not None and bound > allowed:
         raise ConfigError(
-            f"--max-memory={format_bytes(allowed)} is too small for {_format_processes(workers)}; "
+            f"--max-memory={format_bytes(allowed)} is too small for {_format_threads(workers)}; "
             f"allowed: at least {-(-bound // 10**6)}MB"
         )
     buffers = f"buffers of {format_bytes(largest)}"
     return (
         workers,
-        f"at most {format_bytes(bound)} of memory: {_format_processes(workers)}, {buffers} each",
+        f"at most {format_bytes(bound)} of memory: {_format_threads(workers)}, {buffers} each",
     )
 
 
 def compute_memory_bound(workers: int, largest: int, finish_bytes: int = 0) -> int:
-    """Return a bound on the memory of all processes: this one's peak so far, and what follows."""
-    so_far = get_peak_memory() + _SLACK_BYTES + _EXIT_BYTES + finish_bytes
-    if workers == 1:
-        return so_far + largest
-    # The server that workers are forked from has imported the same modules.
-    return so_far + _TRACKER_BYTES + (workers + 1) * _WORKER_BYTES + workers * largest
+    """Return a bound on the memory of this process: its peak so far, and what follows."""
+    return get_peak_memory() + _SLACK_BYTES + _EXIT_BYTES + finish_bytes + workers * largest
 
 
 def get_peak_memory() -> int:
@@ -240,8 +228,8 @@ def get_peak_memory() -> int:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 
 
-def _format_processes(workers: int) -> str:
-    return "1 process" if workers == 1 else f"{workers} worker processes"
+def _format_threads(workers: int) -> str:
+    return "1 thread" if workers == 1 else f"{workers} threads"
 
 
 def parse_resources(*, workers: int | None, max_memory: str | None, **_: Any) -> Resources:

@@ -9,9 +9,8 @@ As in a copy of files, nothing is flushed to disk: a killed process loses none o
 flush would double the time. After a power failure a file may have lost its end: it is shorter than
 the journal says, and is written again.
 
-Units of work are done in this process or by worker processes, which import the modules of their
-units and no Megatron. Workers end with this process, however it ends, and leave interrupts from the
-terminal to it.
+Units of work are done by threads: what takes time in a unit, reading, writing, checksums and
+operations of torch, runs beside other threads.
 """
 
 from __future__ import annotations
@@ -19,23 +18,20 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import multiprocessing
-import multiprocessing.connection
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+import torch
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -50,22 +46,17 @@ from mcore_rl.config.atomic_file import get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert.plan import Resources, choose_workers, format_bytes
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.models.base import get_user_family, use_family
 from mcore_rl.observability.console import get_stdout_console, show_line
 
 _JOURNAL = ".conversion.jsonl"
 _CONTINUE = "run the same command again to continue"
 _LINE_INTERVAL_S = 5.0  # between progress lines without a terminal
-# Workers are forked by a server that has imported the modules of units: a spawned worker would take
-# 2 s of CPU time for these imports.
-_START_METHOD = "forkserver"
-_COUNT_INTERVAL_S = 0.2  # between counts of the bytes that workers have written
 
 ReportBytes = Callable[[int], None]
 
 
 class Unit(Protocol):
-    """One output file. Units can be pickled, and are written in any order."""
+    """One output file. Units are written in any order, several at a time."""
 
     @property
     def name(self) -> str: ...
@@ -80,8 +71,9 @@ class Unit(Protocol):
         """Write the file under another name, then rename it.
 
         Args:
-            report_bytes: Called with the number of bytes after each write.
-            shared: Objects that the units of one process share, such as an open reader.
+            report_bytes: Called with the number of bytes after each write. It raises if another
+                unit has failed, or the conversion is interrupted.
+            shared: Objects that the units of one thread share, such as an open reader.
 
         Returns:
             A value that JSON can hold.
@@ -90,7 +82,6 @@ class Unit(Protocol):
 
 
 UnitResult = tuple[Unit, Any]
-WriteUnits = Callable[[Sequence[Unit], ReportBytes], Iterator[UnitResult]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +94,7 @@ class Conversion:
     finish: Callable[[Path, list[Any]], None]  # takes the folder, and the results of all units
     notes: Sequence[str] = ()  # lines to print first
     finish_bytes: int = 0  # memory of `finish`
-    # Objects that planning has opened, for units that are written in this process.
+    # Objects that planning has opened, for a conversion in one thread.
     shared: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -113,8 +104,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
     Raises:
         ConfigError: The output folder is not empty or of another conversion, memory or disk space
             are too small, or a source is damaged. Nothing is left on disk.
-        RunFailed: The disk is full, or a worker died. Finished files stay, and the same command
-            continues.
+        RunFailed: The disk is full. Finished files stay, and the same command continues.
     """
     output = conversion.output
     work = get_partial_path(output)
@@ -132,7 +122,7 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
     _check_space(output, todo)
     total, left = (sum(u.nbytes for u in units) for units in (conversion.units, todo))
     memory = [unit.memory_bytes for unit in todo]
-    workers, bound = choose_workers(memory, left, resources, conversion.finish_bytes)
+    workers, bound = choose_workers(memory, resources, conversion.finish_bytes)
     for line in (*conversion.notes, bound):
         print_line(line)
     if left < total:
@@ -140,10 +130,10 @@ def run(conversion: Conversion, resources: Resources, console: Console | None = 
     with (
         _lock_work_dir(work, conversion.fingerprint) as journal,
         _summarize_interruption(work),
-        open_writer(workers, work, {type(unit) for unit in todo}, conversion.shared) as write,
         ByteProgress("converting", total, total - left, console) as progress,
+        closing(write_units(todo, workers, work, progress.add, conversion.shared)) as written,
     ):
-        for unit, result in write(todo, progress.add):
+        for unit, result in written:
             results[unit.name] = result
             size = (work / unit.name).stat().st_size
             _append(journal, {"file": unit.name, "bytes": size, "result": result})
@@ -244,7 +234,7 @@ def _lock_work_dir(work: Path, fingerprint: Mapping[str, Any]) -> Iterator[IO[st
 
 @contextmanager
 def _summarize_interruption(work: Path) -> Iterator[None]:
-    """Turn signals, a full disk and dead workers into errors of one line; finished files stay."""
+    """Turn signals and a full disk into errors of one line; finished files stay."""
     previous = signal.signal(signal.SIGTERM, _exit)
     try:
         yield
@@ -254,8 +244,6 @@ def _summarize_interruption(work: Path) -> Iterator[None]:
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         reason = f"no space left in {work.absolute().parent}" if is_full else str(error)
         raise RunFailed(f"{reason}; {_CONTINUE}") from error
-    except RunFailed as error:
-        raise RunFailed(f"{error}; {_CONTINUE}") from error
     finally:
         signal.signal(signal.SIGTERM, previous)
 
@@ -293,6 +281,7 @@ class ByteProgress:
         self._task = self._bar.add_task(title, total=total, completed=done)
         self._started_s = self._printed_s = time.monotonic()
         self._num_bytes = 0  # by this run
+        self._lock = threading.Lock()
 
     def __str__(self) -> str:
         """Bytes of this run, its duration and speed."""
@@ -301,16 +290,17 @@ class ByteProgress:
         return f"{done} in {seconds:.2f} s, {format_bytes(self._num_bytes / max(seconds, 1e-9))}/s"
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes, and show the progress."""
-        self._num_bytes += num_bytes
-        self._bar.update(self._task, advance=num_bytes)
-        if self._bar.disable and time.monotonic() - self._printed_s > _LINE_INTERVAL_S:
-            self._printed_s = time.monotonic()
-            num_done = self._done_before + self._num_bytes
-            done, left = format_bytes(num_done), self._total - num_done
-            left_s = left * (self._printed_s - self._started_s) / max(self._num_bytes, 1)
-            line = f"{self._title} {done} of {format_bytes(self._total)}, {left_s:.0f} s left"
-            show_line(line, self._console)
+        """Count bytes, and show the progress. Called by any thread."""
+        with self._lock:
+            self._num_bytes += num_bytes
+            self._bar.update(self._task, advance=num_bytes)
+            if self._bar.disable and time.monotonic() - self._printed_s > _LINE_INTERVAL_S:
+                self._printed_s = time.monotonic()
+                num_done = self._done_before + self._num_bytes
+                done, left = format_bytes(num_done), self._total - num_done
+                left_s = left * (self._printed_s - self._started_s) / max(self._num_bytes, 1)
+                line = f"{self._title} {done} of {format_bytes(self._total)}, {left_s:.0f} s left"
+                show_line(line, self._console)
 
     def __enter__(self) -> ByteProgress:
         self._bar.start()
@@ -320,127 +310,61 @@ class ByteProgress:
         self._bar.stop()
 
 
-# Worker processes
+class _StoppedError(Exception):
+    """Another unit has failed, or the conversion is interrupted."""
 
 
-@contextmanager
-def open_writer(
-    workers: int, folder: Path, kinds: Collection[type[Unit]], shared: Mapping[str, Any]
-) -> Iterator[WriteUnits]:
-    """Start workers; yield the function that writes units and yields their results when done.
+def write_units(
+    units: Sequence[Unit],
+    workers: int,
+    folder: Path,
+    report_bytes: ReportBytes,
+    shared: Mapping[str, Any],
+) -> Generator[UnitResult]:
+    """Write units in threads; yield each with its result when it is done.
 
-    That function raises ConfigError and OSError of a unit, which stops all units, and RunFailed if
-    a worker died.
+    After an error of a unit the others end where they next report bytes. Close the iterator to end
+    them early.
 
     Args:
-        workers: With 1 all units are written in this process, with `shared` to share.
-        kinds: Types of the units.
+        shared: Objects for `Unit.write`, if there is one thread.
+
+    Raises:
+        ConfigError, OSError: The first error of a unit.
     """
-    if workers == 1:
-        _use_one_thread()
-        yield partial(_write_in_process, folder, dict(shared))
-    else:
-        with _start_pools(workers, folder, tuple(kinds)) as pools:
-            yield partial(_write_in_pools, pools)
+    is_stopped, local = threading.Event(), threading.local()
+    first_error: BaseException | None = None
 
-
-def _write_in_process(
-    folder: Path, shared: dict[str, Any], units: Sequence[Unit], report_bytes: ReportBytes
-) -> Iterator[UnitResult]:
-    """Write units one after the other; yield each with its result."""
-    for unit in units:
-        yield unit, _write_unit(unit, folder, report_bytes, shared)
-
-
-# Pools of one process each, which shows which one has died; and the bytes that each has written.
-_Pools = Mapping[ProcessPoolExecutor, Any]
-
-
-def _write_in_pools(
-    pools: _Pools, units: Sequence[Unit], report_bytes: ReportBytes
-) -> Iterator[UnitResult]:
-    """Write units in worker processes, one at a time in each; yield each with its result."""
-    left, idle, reported = list(reversed(units)), list(pools), 0
-    busy: dict[Future[Any], tuple[Unit, ProcessPoolExecutor]] = {}
-    while left or busy:
-        while left and idle:
-            unit, pool = left.pop(), idle.pop()
-            busy[pool.submit(_write_in_worker, unit)] = unit, pool
-        done, _ = wait(busy, _COUNT_INTERVAL_S, FIRST_COMPLETED)
-        written = sum(count.value for count in pools.values())
-        report_bytes(written - reported)
-        reported = written
-        for future in done:
-            unit, pool = busy.pop(future)
-            try:
-                result = future.result()
-            except BrokenProcessPool:
-                raise RunFailed(f"the process that wrote {unit.name} has died") from None
-            yield unit, result
-            idle.append(pool)
-
-
-@contextmanager
-def _start_pools(count: int, folder: Path, kinds: tuple[type[Unit], ...]) -> Iterator[_Pools]:
-    """Start worker processes for units of these kinds; kill them at the end."""
-    context = multiprocessing.get_context(_START_METHOD)
-    context.set_forkserver_preload(sorted({kind.__module__ for kind in kinds}))
-    previous_children = set(multiprocessing.active_children())
-    pools: dict[ProcessPoolExecutor, Any] = {}
-    # A mask is inherited: an interrupt from the terminal is for this process alone.
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        for _ in range(count):
-            written = context.RawValue("q")
-            arguments = (folder, written, kinds, get_user_family())
-            pools[ProcessPoolExecutor(1, context, _initialize_worker, arguments)] = written
-        ready = [pool.submit(_use_one_thread) for pool in pools]
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        for future in ready:
-            future.result()
-        yield pools
-    except BrokenProcessPool:
-        raise RunFailed("a worker process has died") from None
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
-        for process in set(multiprocessing.active_children()) - previous_children:
-            process.kill()
-        for pool in pools:
-            pool.shutdown(cancel_futures=True)
-
-
-_worker: list[Any] = []  # of a worker process: folder, report_bytes, shared
-
-
-def _initialize_worker(
-    folder: Path, written: Any, kinds: tuple[type[Unit], ...], family: str
-) -> None:
-    """Initialize a worker process; unpickling `kinds` has imported the modules of the units."""
-    use_family(family, "--family")  # units may have rules of its file
-
-    def report_bytes(num_bytes: int) -> None:
-        written.value += num_bytes
-
-    _worker[:] = folder, report_bytes, {}
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-
-
-def _end_with_parent() -> None:
-    """End this worker process as soon as its parent has ended."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-def _use_one_thread() -> None:
-    """Limit torch to one thread, if a module of units has imported it."""
-    if torch := sys.modules.get("torch"):
+    def initialize() -> None:
         torch.set_num_threads(1)
+        local.shared = dict(shared) if workers == 1 else {}
 
+    def report(num_bytes: int) -> None:
+        if is_stopped.is_set():
+            raise _StoppedError
+        report_bytes(num_bytes)
 
-def _write_in_worker(unit: Unit) -> Any:
-    return _write_unit(unit, *_worker)
+    def write(unit: Unit) -> Any:
+        report(0)
+        try:
+            return _write_unit(unit, folder, report, local.shared)
+        except Exception:
+            is_stopped.set()
+            raise
+
+    with ThreadPoolExecutor(workers, initializer=initialize) as pool:
+        try:
+            futures = {pool.submit(write, unit): unit for unit in units}
+            for future in as_completed(futures):
+                error = future.exception()
+                if error is None:
+                    yield futures[future], future.result()
+                elif not isinstance(error, _StoppedError):
+                    first_error = first_error or error
+        finally:
+            is_stopped.set()
+    if first_error is not None:
+        raise first_error
 
 
 def _write_unit(unit: Unit, folder: Path, report_bytes: ReportBytes, shared: dict[str, Any]) -> Any:

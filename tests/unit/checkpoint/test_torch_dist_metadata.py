@@ -7,6 +7,7 @@ import pickle
 import pickletools
 import struct
 import subprocess
+import zlib
 from dataclasses import replace
 
 import pytest
@@ -192,6 +193,33 @@ def test_an_item_that_is_something_else_than_the_metadata_says_is_refused(
     size = (tmp_path / "__0_0.distcp").stat().st_size
     change_metadata(tmp_path, lambda stored: info(stored, length=size))
     with pytest.raises(ConfigError, match=rf"__0_0.distcp: w is damaged .*{message}"):
+        DistReader(tmp_path).read("w", Box((0, 0), (4, 6)))
+
+
+def pack_crc(data):
+    return struct.pack("<I", zlib.crc32(data))
+
+
+def test_an_item_of_the_other_byte_order_is_refused(tmp_path):
+    write(tmp_path, w=TENSOR)
+    data, old, new = (tmp_path / "__0_0.distcp").read_bytes(), b"little", b"big   "
+    changed = data.replace(old, new).replace(pack_crc(old), pack_crc(new))
+    (tmp_path / "__0_0.distcp").write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"w is damaged .*its bytes are not in little endian"):
+        DistReader(tmp_path).read("w", Box((0, 0), (4, 6)))
+
+
+@pytest.mark.parametrize("stored", [95, 97])
+def test_an_item_stored_in_other_than_its_size_is_refused(tmp_path, stored):
+    """Change the first of the two sizes, both 4 * 6 * 4 = 96 bytes, in the archive's directory."""
+    write(tmp_path, w=TENSOR)
+    data, crc = (tmp_path / "__0_0.distcp").read_bytes(), pack_crc(TENSOR.numpy().data)
+    start = data.index(b"PK\1\2")
+    changed = data[start:].replace(
+        crc + struct.pack("<2I", 96, 96), crc + struct.pack("<2I", stored, 96)
+    )
+    (tmp_path / "__0_0.distcp").write_bytes(data[:start] + changed)
+    with pytest.raises(ConfigError, match=r"w is damaged .*it is compressed"):
         DistReader(tmp_path).read("w", Box((0, 0), (4, 6)))
 
 

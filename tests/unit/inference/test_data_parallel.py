@@ -11,8 +11,8 @@ from typing import Any
 from vllm.distributed.utils import create_tcp_store
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from mcore_rl.inference.vllm import data_parallel
 from mcore_rl.inference.vllm.data_parallel import RankRouter
+from mcore_rl.inference.vllm.patches import processes
 
 
 def test_a_group_stays_on_its_rank_and_the_next_goes_to_the_least_loaded():
@@ -46,7 +46,7 @@ def test_a_server_of_one_rank_routes_nothing():
 
 def test_a_call_on_workers_returns_the_answers_of_every_rank(monkeypatch):
     monkeypatch.setattr(DPLBAsyncMPClient, "collective_rpc_async", None)
-    data_parallel.patch_clients.__wrapped__()
+    processes.return_all_answers.__wrapped__()
 
     async def call_all(*args: Any) -> list[list[str]]:
         assert args == ("collective_rpc", "attempt", None, ("update",), None)
@@ -62,7 +62,7 @@ def test_stores_listen_on_the_address_of_the_ranks(monkeypatch):
 
     monkeypatch.setattr(utils, "create_tcp_store", create_tcp_store)
     monkeypatch.setattr(parallel_state, "create_tcp_store", create_tcp_store)
-    data_parallel.bind_stores.__wrapped__()
+    processes.bind_stores.__wrapped__()
     store = utils.create_tcp_store("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with socket.create_server(("127.0.0.2", store.port)):  # refused if it listened on all
         pass

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
 
 from mcore_rl.controller.reaper import list_processes
 from mcore_rl.inference.vllm.processes import StoppedProcesses
+from tests.waiting import wait_until
 
 LIMIT_S = 0.4
 ENGINE = """
@@ -34,13 +35,6 @@ def engine() -> Iterator[tuple[int, int]]:
         assert process.stdout is not None
         yield process.pid, int(process.stdout.readline())
         os.killpg(process.pid, signal.SIGKILL)
-
-
-def wait_until(is_true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 30
-    while not is_true():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize("place", [0, 1], ids=["engine", "worker"])

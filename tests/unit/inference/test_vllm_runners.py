@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import re
 from functools import cache
 from pathlib import Path
 
@@ -18,7 +19,7 @@ VLLM = Path(importlib.util.find_spec("vllm").origin).parent  # found, not import
 PACKAGE = Path(__file__).parents[3] / "mcore_rl/inference/vllm"
 MIXIN = "v1/worker/lora_model_runner_mixin.py"  # of both runners
 V1, V2 = "v1/worker/gpu_model_runner.py", "v1/worker/gpu/model_runner.py"
-ON_CPU = "v1/worker/cpu_model_runner.py"  # a subclass of V1's, extended by cpu_patches.py
+ON_CPU = "v1/worker/cpu_model_runner.py"  # a subclass of V1's, extended by patches/cpu.py
 
 
 @cache
@@ -66,9 +67,11 @@ def list_calls(function: ast.AST, name: str) -> list[ast.Call]:
 
 @pytest.mark.parametrize("runner", [V1, V2])
 def test_attributes_that_hooks_read_exist_in_a_runner(runner):
-    used = {file: list_runner_attributes(file) for file in ("worker.py", "drafts.py", "trace.py")}
+    files = ("worker.py", "patches/sleep.py", "drafts.py", "trace.py")
+    used = {file: list_runner_attributes(file) for file in files}
     assert used == {
-        "worker.py": {"get_model", "kv_caches", "lora_manager", "reload_weights"},
+        "worker.py": {"get_model", "lora_manager", "reload_weights"},
+        "patches/sleep.py": {"kv_caches"},
         "drafts.py": {"get_model", "get_draft_model"},
         "trace.py": {"get_model", "device", "dtype"},
     }
@@ -119,7 +122,7 @@ def test_the_experts_of_tokens_are_recorded_by_the_runner_that_vllm_demands_for_
 def test_methods_that_record_experts_extends_exist_in_the_cpus_runner():
     methods = list_members(definition(ON_CPU, "CPUModelRunner"))
     methods |= list_members(definition(V1, "GPUModelRunner"))
-    used = list_runner_attributes("cpu_patches.py")
+    used = list_runner_attributes("patches/cpu.py")
     assert used == {"input_batch", "model", "query_start_loc", "vllm_config"}
     assert used | {"initialize_kv_cache", "execute_model", "sample_tokens"} <= methods
 
@@ -146,3 +149,16 @@ def test_a_runner_that_records_no_experts_is_refused_when_they_are_recorded(monk
             vllm_worker.build_expert_arguments(True)
     else:
         assert vllm_worker.build_expert_arguments(True) == {"enable_return_routed_experts": True}
+
+
+def test_the_index_of_patches_names_them_all():
+    """Patches run once a process: cached functions, and those that take the server's name."""
+    folder, patches = PACKAGE / "patches", set()
+    for file in folder.glob("[a-z]*.py"):
+        for node in tree(file).body:
+            if isinstance(node, ast.FunctionDef) and not node.name.startswith("_"):
+                is_cached = any("cache" in ast.unparse(d) for d in node.decorator_list)
+                if is_cached or [argument.arg for argument in node.args.args] == ["server"]:
+                    patches.add(f"{file.stem}.{node.name}")
+    index = ast.get_docstring(tree(folder / "__init__.py"))
+    assert set(re.findall(r"^([a-z]+\.\w+):", index, re.MULTILINE)) == patches

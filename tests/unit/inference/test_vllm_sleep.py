@@ -8,7 +8,7 @@ import torch
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 
-from mcore_rl.inference.vllm.worker import clear_woken_cache
+from mcore_rl.inference.vllm.patches.sleep import clear_woken_cache
 
 
 @pytest.mark.parametrize(

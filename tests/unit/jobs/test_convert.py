@@ -11,20 +11,20 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
+from contextlib import closing
 from pathlib import Path
 
-import psutil
 import pytest
 from rich.console import Console
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.jobs.convert import plan
 from mcore_rl.jobs.convert.plan import Resources, format_bytes, parse_bytes
-from mcore_rl.jobs.convert.run import Conversion, run
+from mcore_rl.jobs.convert.run import Conversion, run, write_units
 from mcore_rl.jobs.failure import RunFailed
 from tests.nightly import nightly
 from tests.small_disk import build_small_disk_command
+from tests.waiting import wait_until
 
 # A module that processes can import by name; with importlib mode this file is none.
 UNITS = """
@@ -44,7 +44,7 @@ class Unit:
     def write(self, folder, report_bytes, shared):
         if self.log:
             with open(self.log, "a") as log:
-                print(self.name, os.getpid(), file=log)
+                print(self.name, file=log)
         if self.what == "bad input":
             raise ConfigError(f"tensor of {self.name} is damaged")
         if self.what == "full":
@@ -54,10 +54,10 @@ class Unit:
                 raise OSError(errno.ENOSPC, "No space left on device", self.name)
             except OSError as error:
                 raise ConfigError(f"{self.name} cannot be written") from error
-        if self.what == "killed":
-            os.kill(os.getpid(), 9)
-        if self.what == "waits":
-            time.sleep(600)
+        deadline = time.monotonic() + 60
+        while self.what == "waits" and time.monotonic() < deadline:
+            report_bytes(0)
+            time.sleep(0.01)
         aside = folder / f".{self.name}.partial"
         aside.write_bytes(self.name.encode() * (self.nbytes // len(self.name)))
         aside.rename(folder / self.name)
@@ -101,7 +101,7 @@ def log(tmp_path):
         file = tmp_path / "log"
         lines = file.read_text().split() if file.exists() else []
         file.unlink(missing_ok=True)
-        return sorted(lines[::2])
+        return sorted(lines)
 
     return written
 
@@ -136,9 +136,7 @@ def test_a_conversion_is_there_whole_and_nothing_beside_it(make, tmp_path, worke
     assert re.search(r"6 kB in \d+\.\d\d s, ", printed)
 
 
-@pytest.mark.parametrize(
-    ("how", "workers"), [("full", 1), ("full, raised by a writer", 2), ("killed", 2)]
-)
+@pytest.mark.parametrize(("how", "workers"), [("full", 1), ("full, raised by a writer", 2)])
 def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers):
     with pytest.raises(RunFailed, match="run the same command again to continue"):
         go(make(d=how), workers)
@@ -151,11 +149,6 @@ def test_what_is_finished_is_not_written_again(make, log, tmp_path, how, workers
     assert log() == sorted(set(ALL) - set(finished))
     assert f"continuing after {len(finished)} kB of 6 kB" in printed
     assert names(tmp_path / "new" / "out") == ALL_FILES
-
-
-def test_a_worker_that_died_is_named_by_its_file(make):
-    with pytest.raises(RunFailed, match=r"^the process that wrote file-d has died; run the same"):
-        go(make(d="killed"), workers=2)
 
 
 def test_run_on_a_full_disk_names_the_full_disk(make):
@@ -300,7 +293,7 @@ def test_two_runs_do_not_write_the_same_folder(make, tmp_path):
     (tmp_path / "plan").write_bytes(pickle.dumps(make(b="waits")))
     process = started(tmp_path, workers=1)
     try:
-        wait_for((tmp_path / "log").exists)
+        wait_until((tmp_path / "log").exists)
         with pytest.raises(ConfigError, match=r"another process is at work in .*\.out\.partial"):
             go(make(b="waits"))
     finally:
@@ -322,29 +315,36 @@ if __name__ == "__main__":
     return subprocess.Popen([sys.executable, tmp_path / "script.py"], **streams)
 
 
-def wait_for(happened) -> None:
-    deadline = time.monotonic() + 120
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.job
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT, nightly(signal.SIGTERM)])
-def test_workers_end_with_their_parent(make, tmp_path, number):
+@pytest.mark.parametrize("number", [signal.SIGINT, nightly(signal.SIGTERM)])
+def test_signal_ends_all_threads(make, tmp_path, number):
     (tmp_path / "plan").write_bytes(pickle.dumps(make(a="waits", b="waits")))
     process = started(tmp_path, workers=2)
-    wait_for(
-        lambda: (tmp_path / "log").exists() and len((tmp_path / "log").read_text().split()) == 4
+    wait_until(
+        lambda: (tmp_path / "log").exists() and len((tmp_path / "log").read_text().split()) == 2
     )
-    workers = [psutil.Process(int(pid)) for pid in (tmp_path / "log").read_text().split()[1::2]]
-    assert len({worker.pid for worker in workers} - {process.pid}) == 2
     process.send_signal(number)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode != 0
-    wait_for(lambda: not any(worker.is_running() for worker in workers))
+    assert finished_in(tmp_path / "new" / ".out.partial") == []
     if number == signal.SIGINT:
         assert "interrupted; run the same command again to continue" in stderr
+
+
+def test_bytes_of_all_threads_are_counted(units, tmp_path):
+    all_units = [units.Unit(str(number), nbytes=3000) for number in range(8)]
+    counted = []
+    with closing(write_units(all_units, 4, tmp_path, counted.append, {})) as written:
+        assert {unit.name for unit, _ in written} == set("01234567")
+    assert sum(counted) == 24_000
+
+
+def test_other_threads_end_after_an_error(units, tmp_path):
+    kinds = {"a": "waits", "b": "waits", "c": "bad input"}
+    all_units = [units.Unit(name, what=kind) for name, kind in kinds.items()]
+    with pytest.raises(ConfigError, match="tensor of c is damaged"):
+        list(write_units(all_units, 3, tmp_path, lambda num_bytes: None, {}))
+    assert not set(names(tmp_path)) & kinds.keys()
 
 
 GIB = 1 << 30
@@ -365,28 +365,22 @@ def test_the_bound_grows_with_the_largest_unit_and_the_workers(monkeypatch):
 def test_choose_workers_takes_the_option_or_as_many_as_fit(monkeypatch, workers, allowed, expected):
     monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    num_workers, line = plan.choose_workers([GIB, GIB, 7], 8 * GIB, Resources(workers, allowed))
+    num_workers, line = plan.choose_workers([GIB, GIB, 7], Resources(workers, allowed))
     assert num_workers == expected
     assert line.startswith(
         f"at most {format_bytes(plan.compute_memory_bound(expected, GIB))} of memory: "
     )
 
 
-@pytest.mark.parametrize(("size", "workers"), [(0, 1), (GIB, 1), (5 * GIB, 2), (100 * GIB, 4)])
-def test_small_conversions_wait_for_no_further_worker(monkeypatch, size, workers):
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    assert plan.choose_workers([1] * 20, size, Resources())[0] == workers
-
-
 def test_too_little_memory_is_refused_with_what_is_enough(monkeypatch):
     monkeypatch.setattr(plan, "get_peak_memory", lambda: 400 << 20)
-    message = r"--max-memory=1 GB is too small for 1 process; allowed: at least (\d+)MB"
+    message = r"--max-memory=1 GB is too small for 1 thread; allowed: at least (\d+)MB"
     with pytest.raises(ConfigError, match=message) as raised:
-        plan.choose_workers([GIB], GIB, Resources(None, 10**9))
+        plan.choose_workers([GIB], Resources(None, 10**9))
     enough = int(re.search(r"least (\d+)MB", str(raised.value))[1]) * 10**6
-    assert plan.choose_workers([GIB], GIB, Resources(None, enough))[0] == 1
-    with pytest.raises(ConfigError, match="for 2 worker processes"):
-        plan.choose_workers([GIB, GIB], GIB, Resources(2, enough))
+    assert plan.choose_workers([GIB], Resources(None, enough))[0] == 1
+    with pytest.raises(ConfigError, match="for 2 threads"):
+        plan.choose_workers([GIB, GIB], Resources(2, enough))
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "1e9", "5 parsecs", "0", "1.5.5GB", "9" * 30])

@@ -1,6 +1,5 @@
 """Start of a job: imports that it does not wait for, ranks that it reuses."""
 
-import os
 import subprocess
 import sys
 
@@ -19,7 +18,6 @@ _UNUSED_AT_START = _SLOW | _COMPILER | _CLIENTS | {"transformers"}
 # Modules that need no Ray come first: one process imports all, one after the other.
 _UNUSED_BY_MODULE = {
     "cli.convert": _UNUSED_AT_START | {"ray"},
-    # Imported by each worker process of a conversion:
     "jobs.convert.to_megatron": _UNUSED_AT_START | {"ray"},
     "jobs.convert.to_hf": _UNUSED_AT_START | {"ray"},
     "jobs.rl": _UNUSED_AT_START,
@@ -43,46 +41,6 @@ def test_modules_import_no_package_that_they_have_no_use_for() -> None:
     assert (result.stdout.splitlines(), result.returncode) == ([*_UNUSED_BY_MODULE], 0), (
         result.stderr
     )
-
-
-# A unit whose module logs the process that imports it.
-_UNITS = """
-import os
-from dataclasses import dataclass
-
-print("imported by", os.getpid(), file=open({log!r}, "a"))
-
-@dataclass(frozen=True)
-class Unit:
-    name: str
-    nbytes: int = 0
-
-    def write(self, folder, report_bytes, shared):
-        return os.getpid()
-"""
-_WRITE = """
-from pathlib import Path
-from convert_units import Unit
-from mcore_rl.jobs.convert.run import open_writer
-
-if __name__ == "__main__":
-    with open_writer(4, Path(), [Unit], {}) as write:
-        results = list(write([Unit(str(number)) for number in range(8)], lambda num_bytes: None))
-    print(len(results), len({pid for _, pid in results}) > 1)
-"""
-
-
-def test_workers_of_a_conversion_are_forked_after_the_imports_of_units(tmp_path) -> None:
-    log = tmp_path / "log"
-    (tmp_path / "convert_units.py").write_text(_UNITS.format(log=str(log)))
-    (tmp_path / "program.py").write_text(_WRITE)
-    command = [sys.executable, str(tmp_path / "program.py")]
-    paths = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = os.environ | {"PYTHONPATH": paths}
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
-    assert (result.stdout, result.returncode) == ("8 True\n", 0), result.stderr
-    # The command, and the server that workers are forked from.
-    assert len(set(log.read_text().splitlines())) == 2
 
 
 # Of what a driver needs for tokens and agents: servers of HTTP, torch's compiler, generation.

@@ -8,11 +8,12 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[3]
 # A launch script of one node. The driver is a program of a test, Ray and SLURM are told of only.
@@ -112,13 +113,6 @@ def job(tmp_path: Path) -> Iterator[LaunchedJob]:
     made = LaunchedJob(tmp_path)
     yield made
     made.kill()
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    started = time.monotonic()
-    while not happened():
-        assert time.monotonic() - started < 100
-        time.sleep(0.05)
 
 
 def send_limit_signals(job: LaunchedJob, process: subprocess.Popen[bytes]) -> None:

@@ -45,8 +45,7 @@ def test_a_rank_that_never_comes_is_not_waited_for_when_its_death_is_known():
 
         begun = time.monotonic()
         early = threads.submit(meet, 0)
-        while not server._waiting:
-            time.sleep(0.01)
+        RendezvousStore(server.endpoint, 0, 3, LONG_S).get("here-arrived")
         end_waits(server.endpoint, "a server has died", LONG_S)
         late = threads.submit(meet, 1)  # who comes afterwards waits for nobody either
         for met in (early, late):

@@ -5,6 +5,7 @@ They run in the engine's process. Upstream lines are those of vLLM 0.32.
 
 from __future__ import annotations
 
+import functools
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.engine.core import EngineCore
 FORGET_PREFIXES = "forget_prefixes"  # method of the engine
 
 
+@functools.cache
 def patch_caches() -> None:
     """Keep pixels of running requests, and give the engine `forget_prefixes`."""
     output.strip_covered_mm_data = _keep_pixels

@@ -12,9 +12,9 @@ from vllm.platforms import current_platform
 if not current_platform.is_cpu():
     pytest.skip("patches for the CPU", allow_module_level=True)
 
-from mcore_rl.inference.vllm import cpu_patches
+from mcore_rl.inference.vllm.patches import cpu
 
-cpu_patches.use_compiled_ops()
+cpu.use_compiled_ops()
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
@@ -23,7 +23,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 def _run_norm(name: str, *args: torch.Tensor):
     """Return the result, that of plain torch, and whether our operator was chosen."""
     op = getattr(ir.ops, name)
-    with op.set_priority(cpu_patches.PRIORITY["ir_op_priority"][name] + ["native"]):
+    with op.set_priority(cpu.PRIORITY["ir_op_priority"][name] + ["native"]):
         chosen = op.dispatch(*args, EPS).provider != "native"
         return op._inner_call(*args, EPS), op.impls["native"].impl_fn(*args, EPS), chosen
 
@@ -34,14 +34,14 @@ def _check(result, expected, dtype):
 
 def test_sampling_parameters_are_repeated_for_the_drafted_tokens_of_each_request():
     temperatures, numbers = torch.tensor([0.6, 0.0, 1.4, 0.2]), torch.tensor([2, 3, 3, 5])
-    repeated = cpu_patches.repeat_by_counts(temperatures, numbers, 5, 0, 1)
+    repeated = cpu.repeat_by_counts(temperatures, numbers, 5, 0, 1)
     torch.testing.assert_close(repeated, torch.tensor([0.6, 0.6, 1.0, 0.2, 0.2]))
-    top_k = cpu_patches.repeat_by_counts(torch.tensor([7, 0, 5, 131]), numbers, 5)
+    top_k = cpu.repeat_by_counts(torch.tensor([7, 0, 5, 131]), numbers, 5)
     assert top_k.tolist() == [7, 7, 0, 131, 131]
 
 
 def test_the_operator_of_vllm_that_is_replaced_still_loses_its_output():
-    """If this fails, cpu_patches.repeat_sampling_parameters can go."""
+    """If this fails, cpu.repeat_sampling_parameters can go."""
     from vllm.utils.cpu_triton_utils import _expand_kernel_impl
 
     output = torch.full((2,), -9.0)
@@ -97,7 +97,7 @@ def test_rotation_is_that_of_plain_torch(head, rotated, neox):
         VllmConfig(compilation_config=CompilationConfig(custom_ops=["all"]))
     ):
         rotary = RotaryEmbedding(head, rotated, 512, 10000.0, neox, torch.float32)
-    assert rotary._forward_method.__func__ is cpu_patches.rotate
+    assert rotary._forward_method.__func__ is cpu.rotate
     positions = torch.randint(512, (37,))
     wide = torch.randn(37, 7 * head)
     query, key = wide[:, : 4 * head], wide[:, 4 * head : 6 * head]
