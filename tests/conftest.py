@@ -118,7 +118,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def is_listed(item: pytest.Item) -> bool:
-    """Whether `tests/smoke.py` lists a test, alone or with all its cases."""
+    """Return whether `tests/smoke.py` lists a test, alone or with all its cases."""
     names = SMOKE.get(name_file(item.path), ())
     return item.name in names or getattr(item, "originalname", None) in names
 

@@ -78,7 +78,7 @@ def all_prepared(name: str, settings: Any, seeds: Sequence[int]) -> tuple[list[C
 @pytest.mark.parametrize("num_cases", [300, nightly(1000)])
 @pytest.mark.parametrize("name", sorted(cases.ORACLES))
 def test_each_token_is_that_of_loops_over_the_tokens(name, num_cases):
-    """Of 4 cases in 100 the gradient is that of differences."""
+    """Compare 4 cases in 100 with finite differences."""
     assert set(EVERY) == {*cases.ORACLES, "clip_cov"}
     for first in range(0, num_cases, 100):
         settings = random_settings(name, first)
