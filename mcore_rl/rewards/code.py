@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mcore_rl.config.limits import PositiveFloat
 from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.rewards.registry import (
     gives,
@@ -73,8 +74,8 @@ run(**json.load(sys.stdin), out=os.fdopen(os.dup(1), "w"))
 class CodeSettings(SandboxSettings):
     """Settings of `reward.name=code`; limits are per test, or for all asserts together."""
 
-    cpu_s: float = 5.0
-    wall_s: float = 10.0
+    cpu_s: PositiveFloat = 5.0
+    wall_s: PositiveFloat = 10.0
     all_or_nothing: bool = False  # 1 if all tests pass, else 0; false: the share that pass
     timeout_s: float = 60.0  # for all tests of a response; a longer one earns nothing
 

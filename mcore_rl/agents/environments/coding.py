@@ -12,6 +12,7 @@ from typing import Any
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import Attempts, EnvironmentStep, format_feedback
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.limits import PositiveFloat
 from mcore_rl.config.schema import SandboxSettings
 from mcore_rl.data.thoughts import find_answer
 from mcore_rl.rewards.code import (
@@ -30,8 +31,8 @@ _MAX_SHOWN = 400  # characters of a test, its output or an error, in feedback
 class CodingSettings(SandboxSettings):
     """Settings of agent.environment=code. Limits are per test with outputs, or for all asserts."""
 
-    cpu_s: float = 5.0
-    wall_s: float = 10.0
+    cpu_s: PositiveFloat = 5.0
+    wall_s: PositiveFloat = 10.0
     try_penalty: float = 0.1  # subtracted from the reward for each attempt before the right one
     shows_tests: bool = True  # show the test that fails; false: only say that one does
 

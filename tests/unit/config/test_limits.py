@@ -13,6 +13,7 @@ from typing import Annotated, Any, Union, get_args, get_origin, get_type_hints
 import pytest
 
 from mcore_rl.agents.chat_template.validation import CodecKind
+from mcore_rl.agents.environments.coding import CodingSettings
 from mcore_rl.config.allowed import CODECS, SERVER_BACKENDS
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.limits import (
@@ -46,6 +47,7 @@ from mcore_rl.config.schema import (
     TeacherModelConfig,
 )
 from mcore_rl.inference.registry import BACKENDS
+from mcore_rl.rewards.code import CodeSettings
 
 VALIDATE: dict[type, Callable[[Any], None]] = {
     RLConfig: validate_rl,
@@ -253,6 +255,13 @@ def test_every_number_has_a_range_and_every_text_a_limit_unless_any_will_do(sche
             assert any(isinstance(limit, Range) for limit in limits), name
         elif str in kinds and get_origin(kind) is not dict:
             assert limits or FREE_TEXTS.search(name), name
+
+
+@pytest.mark.parametrize("settings", [CodeSettings, CodingSettings])
+def test_other_defaults_of_a_subclass_have_the_limits_of_the_class(settings):
+    hints, of_class = (get_type_hints(c, include_extras=True) for c in (settings, SandboxSettings))
+    for name, hint in of_class.items():
+        assert hints[name] == hint, name
 
 
 def test_names_are_those_of_the_registries():

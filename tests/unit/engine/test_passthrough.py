@@ -156,7 +156,6 @@ def test_a_field_is_refused_before_a_run_with_the_reason(field, value, message):
             {}, {"optimizer": OptimizerConfig(name="muon", distributed=True)}, "cuda",
             r"^actor.optimizer.name='muon' with actor.optimizer.distributed=true: .*: false$",
         ),
-        ({}, {"optimizer": OptimizerConfig(name="lion")}, "cpu", r"name='lion'; allowed: 'adam', "),
     ],
 )  # fmt: skip
 def test_what_a_field_needs_is_checked_before_a_run(

@@ -424,6 +424,6 @@ def test_frozen_models_have_settings_of_sglang():
     validate_rl(config)
     check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
     config.models["judge"]["sglang"] = {"port": 1}
-    message = "models.judge.sglang.port=1; allowed: url, api_key_env, python, arguments"
+    message = "models.judge.sglang.port is unknown; allowed: url, api_key_env, python, arguments"
     with pytest.raises(ConfigError, match=message):
         validate_rl(config)
