@@ -14,6 +14,8 @@ DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("fp8_block",)
 FLOAT8_RECIPES = ("off", "blockwise", "mxfp8", "tensorwise")
 DISTILLATION_LOSSES = ("off", "sampled_kl", "reverse_kl", "forward_kl")
+LAYER_MODULES = ("auto", "te", "torch")
+DISPATCHERS = ("alltoall", "allgather", "flex")
 EXPERT_MODULES = ("moe", "moe_act", "shared_experts")
 RECOMPUTE_MODULES = ("core_attn", "mlp", "layernorm", "mla_up_proj", *EXPERT_MODULES)
 

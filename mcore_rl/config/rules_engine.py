@@ -9,8 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass
 
-from mcore_rl.config.allowed import EXPERT_MODULES
-from mcore_rl.config.checks import check_divides
+from mcore_rl.config.allowed import (
+    DISPATCHERS,
+    EXPERT_MODULES,
+    LAYER_MODULES,
+    RECOMPUTE_MODULES,
+)
+from mcore_rl.config.checks import check_choice, check_divides
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.limits import check_limits
 from mcore_rl.config.schema import EngineConfig, Float8Config, Layout, LoRAConfig, OptimizerConfig
@@ -56,6 +61,10 @@ def validate_plain_engine(key: str, config: EngineConfig) -> None:
 def validate_megatron(key: str, config: EngineConfig) -> None:
     """Check the settings that Megatron reads, for its backend."""
     validate_lora(f"{key}.lora", config.lora)
+    check_choice(f"{key}.modules", config.modules, LAYER_MODULES)
+    check_choice(f"{key}.moe.dispatcher", config.moe.dispatcher, DISPATCHERS)
+    for name in config.recompute.modules:
+        check_choice(f"{key}.recompute.modules", name, RECOMPUTE_MODULES)
     _validate_float8(key, config)
     if config.moe.dispatcher == "allgather" and config.layout.pp > 1:
         raise ConfigError(

@@ -14,9 +14,11 @@ from typing import Annotated, Any
 from mcore_rl.config.allowed import (
     BACKENDS,
     CODECS,
+    DISPATCHERS,
     DISTILLATION_LOSSES,
     DTYPES,
     FLOAT8_RECIPES,
+    LAYER_MODULES,
     MAX_DRAFT,
     MAX_N,
     MAX_SEED,
@@ -38,6 +40,7 @@ from mcore_rl.config.limits import (
     Finite,
     Fraction,
     Matches,
+    MegatronName,
     MultipleOf,
     NonNegativeFloat,
     NonNegativeInt,
@@ -129,7 +132,7 @@ class MoEConfig:
     """Routers and experts of MoE models."""
 
     # exchange of tokens: alltoall, allgather, flex (DeepEP; GPUs)
-    dispatcher: Annotated[str, OneOf("alltoall", "allgather", "flex")] = "alltoall"
+    dispatcher: Annotated[str, MegatronName(*DISPATCHERS)] = "alltoall"
     # exchange the tokens of a micro-batch during the computation of another; bfloat16 on GPUs
     overlap: bool = False
     # balance load over a micro-batch (aux_loss) or the mini-batch so far (global_aux_loss)
@@ -149,7 +152,7 @@ class RecomputeConfig:
     # what is recomputed: none, selective (modules) or full (whole layers)
     granularity: Annotated[str, OneOf("none", "selective", "full")] = "none"
     # modules of selective recompute
-    modules: list[Annotated[str, OneOf(*RECOMPUTE_MODULES)]] = field(
+    modules: list[Annotated[str, MegatronName(*RECOMPUTE_MODULES)]] = field(
         default_factory=lambda: ["core_attn"]
     )
     num_layers: PositiveInt = 1  # layers per unit of full recompute
@@ -217,7 +220,7 @@ class EngineConfig:
     indexer_replay: Annotated[str, OneOf("off", "record")] = "off"
     threads_per_rank: PositiveInt = 1  # CPU threads per rank
     # layer implementation: te (Transformer Engine, GPU), torch, or auto (te if installed)
-    modules: Annotated[str, OneOf("auto", "te", "torch")] = "auto"
+    modules: Annotated[str, MegatronName(*LAYER_MODULES)] = "auto"
     # fields of Megatron's TransformerConfig, DDP and optimizer, by name: docs/passthrough.md
     megatron: dict[str, Annotated[Any, Finite()]] = field(default_factory=dict)
 

@@ -101,13 +101,14 @@ def check_engines(config: RLConfig, device: str) -> None:
         ConfigError: A backend does not read a setting, or cannot do what it says.
     """
     images = config.data.images_column
-    for role in plan_run(config):
-        if role.name == WARM_START:
-            _check_warm_start(role.spec.engine, device)
-        elif role.name != REFERENCE:  # which has the actor's settings
+    plan = plan_run(config)
+    for role in plan:
+        if role.name not in (WARM_START, REFERENCE):  # which have the actor's settings
             column = images if role.model_type == "language_model" else ""
             engine = role.spec.engine
             check_engine_settings(role.key, engine, role.model_type, device, images_column=column)
+    if warm := plan.find(WARM_START):
+        _check_warm_start(warm.spec.engine, device)
 
 
 def _check_warm_start(engine: EngineConfig, device: str) -> None:

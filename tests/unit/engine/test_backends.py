@@ -134,6 +134,15 @@ def test_settings_that_an_engine_reads_and_those_of_its_processes_are_its_own(pa
 @pytest.mark.parametrize(
     ("config", "message"),
     [
+        (EngineConfig(modules="mine"), "actor.modules='mine'; allowed: 'auto', 'te', 'torch'"),
+        (
+            EngineConfig(moe=MoEConfig(dispatcher="mine")),
+            "actor.moe.dispatcher='mine'; allowed: 'alltoall', 'allgather', 'flex'",
+        ),
+        (
+            EngineConfig(recompute=RecomputeConfig("selective", ["mine"])),
+            "actor.recompute.modules='mine'; allowed: 'core_attn', 'mlp'",
+        ),
         (
             EngineConfig(moe=MoEConfig(dispatcher="allgather"), layout=Layout(pp=2)),
             r"actor.moe.dispatcher='allgather' with actor.layout.pp=2",

@@ -57,6 +57,11 @@ def place(good: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
+def list_files() -> set[Path]:
+    """Return all files but the bytecode of a user's Python file, which Python writes beside it."""
+    return {path for path in Path().rglob("*") if "__pycache__" not in path.parts}
+
+
 def dry_run(monkeypatch, capfd, *settings: str, job: str = "rl") -> tuple[int, str, str]:
     """Return status and output; check that nothing was started or left."""
 
@@ -65,11 +70,11 @@ def dry_run(monkeypatch, capfd, *settings: str, job: str = "rl") -> tuple[int, s
 
     monkeypatch.setattr(ray, "init", started)
     monkeypatch.setattr(sys, "argv", ["mcore-rl", job, *settings, "--dry-run"])
-    before, children = set(Path().rglob("*")), set(psutil.Process().children(recursive=True))
+    before, children = list_files(), set(psutil.Process().children(recursive=True))
     capfd.readouterr()
     status = main()
     printed = capfd.readouterr()
-    assert set(Path().rglob("*")) == before
+    assert list_files() == before
     assert set(psutil.Process().children(recursive=True)) <= children
     return status, printed.out, printed.err
 
