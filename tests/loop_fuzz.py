@@ -27,7 +27,7 @@ from ray.exceptions import OwnerDiedError
 from mcore_rl.checkpoint.files import build_manifest, write_checkpoint_info
 from mcore_rl.checkpoint.run_checkpoints import list_steps, read_checkpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import are_colocated, get_staleness, resolve_for_lane, validate_rl
+from mcore_rl.config.rules import are_colocated, get_staleness, resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import Layout, RLConfig, SampleLogConfig
 from mcore_rl.controller import batch_ops, object_columns, simulated_group
 from mcore_rl.controller.pending_call import WorkerError, gather_results
@@ -165,7 +165,7 @@ def _draw_config(rng: np.random.Generator, folder: Path, mode: str) -> RLConfig:
     if not are_colocated(config.placement, "actor", "rollout"):
         config.weight_sync.method = "disaggregated"
     validate_rl(config)
-    return resolve_for_lane(config, "cpu")
+    return resolve_for_device_type(config, "cpu")
 
 
 @dataclass(eq=False, slots=True)

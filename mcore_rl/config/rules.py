@@ -33,7 +33,7 @@ from mcore_rl.config.rules_rollout import (
     validate_agent,
     validate_drafts,
     validate_evaluation,
-    validate_lane_batches,
+    validate_batches_on_device,
     validate_quantized_dtype,
     validate_reward,
     validate_served_models,
@@ -55,7 +55,7 @@ from mcore_rl.config.schema import (
 )
 
 TRANSFORMERS = "transformers"  # model.family for every architecture of transformers
-DTYPE_OF_LANE = {"cpu": "float32", "cuda": "bfloat16"}
+DTYPE_OF_DEVICE_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
 # Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
 LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 # The largest in bfloat16 where trainer and servers route a token each by themselves: rounding tips
@@ -134,30 +134,34 @@ def _validate_warm_start(config: RLConfig) -> None:
         validate_schedule("warm_start.optimizer", warm.optimizer, warm.num_steps)
 
 
-def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) -> RLConfig:
-    """Return the settings with the defaults that the lane and the kind of model decide.
+def resolve_for_device_type(
+    config: RLConfig, device_type: str, *, has_experts: bool = False
+) -> RLConfig:
+    """Return the settings with the defaults that the device type and the kind of model decide.
 
     Args:
-        lane: "cuda" or "cpu": the device of the ranks.
+        device_type: "cuda" or "cpu": the device of the ranks.
         has_experts: Whether the model is a mixture of experts.
 
     Raises:
-        ConfigError: The lane cannot do what the settings say.
+        ConfigError: The device type cannot do what the settings say.
     """
     config = replace(config, placement=resolve_placement(config))
     is_shared = are_colocated(config.placement, "actor", "rollout")
-    if lane == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
+    if device_type == "cuda" and config.weight_sync.method == "colocated" and not is_shared:
         raise ConfigError(
             "weight_sync.method='colocated': trainer and servers are on different GPUs "
             f"(placement.actor={config.placement.actor!r}, "
             f"placement.rollout={config.placement.rollout!r}); allowed: a pool for both, or "
             "weight_sync.method='disaggregated', 'full_export'"
         )
-    validate_lane_batches(config, lane)
-    validate_profile(config, config.actor.layout, lane)
+    validate_batches_on_device(config, device_type)
+    validate_profile(config, config.actor.layout, device_type)
     validate_profile_steps(config.profile, config.trainer.num_steps)
     staleness = get_staleness(config.trainer)
-    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[lane]
+    dtype = (
+        config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_DEVICE_TYPE[device_type]
+    )
     for key in ("actor", "critic", "reward_model", "teacher"):
         validate_overlap_dtype(key, getattr(config, key), dtype)
         validate_float8_dtype(key, getattr(config, key), dtype)
@@ -183,8 +187,8 @@ def resolve_for_lane(config: RLConfig, lane: str, *, has_experts: bool = False) 
     return replace(config, model=model, trainer=trainer, algorithm=algorithm)
 
 
-def validate_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) -> None:
-    """Check the settings of profiles on a lane, "cuda" or "cpu", of a trained model's layout."""
+def validate_profile(config: RLConfig | TrainConfig, layout: Layout, device_type: str) -> None:
+    """Check the settings of profiles on a device type, "cuda" or "cpu", of a trained model's layout."""
     profile = config.profile
     for index, rank in enumerate(profile.ranks):
         check_between(f"profile.ranks[{index}]", rank, 0, layout.world_size - 1)
@@ -198,7 +202,7 @@ def validate_profile(config: RLConfig | TrainConfig, layout: Layout, lane: str) 
             f"profile.steps and profile.ranks make {num} traces of each model; allowed: up to "
             f"{MAX_PROFILES}"
         )
-    if profile.memory and lane == "cpu":
+    if profile.memory and device_type == "cpu":
         raise ConfigError(
             "profile.memory=true: torch records the memory of CUDA's allocator alone, and the ranks"
             " compute on CPUs; allowed: false"

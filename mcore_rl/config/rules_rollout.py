@@ -107,17 +107,17 @@ def _validate_data_parallel(key: str, config: RolloutConfig) -> None:
         )
 
 
-def validate_lane_batches(config: RLConfig, device: str) -> None:
+def validate_batches_on_device(config: RLConfig, device: str) -> None:
     """Check the batches of all servers, the policy's and those of models, on "cpu" or "cuda"."""
-    validate_lane_batch("rollout", config.rollout, config.max_sequence_tokens, device)
+    validate_batch_on_device("rollout", config.rollout, config.max_sequence_tokens, device)
     for name, model in build_served_models(config).items():
         key, servers = f"models.{name}", model.servers
         if model.adapter:
             key, servers = "rollout", config.rollout
-        validate_lane_batch(key, servers, model.max_context, device)
+        validate_batch_on_device(key, servers, model.max_context, device)
 
 
-def validate_lane_batch(key: str, config: RolloutConfig, max_tokens: int, device: str) -> None:
+def validate_batch_on_device(key: str, config: RolloutConfig, max_tokens: int, device: str) -> None:
     """Refuse batches too small for the longest sequence, where prompts are not chunked.
 
     Args:
@@ -128,7 +128,7 @@ def validate_lane_batch(key: str, config: RolloutConfig, max_tokens: int, device
     tokens = config.max_num_batched_tokens
     if device == "cpu" and tokens is not None and tokens < max_tokens:
         raise ConfigError(
-            f"{key}.max_num_batched_tokens={tokens}: the CPU lane runs each prompt in one batch; "
+            f"{key}.max_num_batched_tokens={tokens}: vLLM on a CPU runs each prompt in one batch; "
             f"allowed: at least {max_tokens}, its longest sequence"
         )
 

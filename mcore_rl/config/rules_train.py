@@ -13,7 +13,7 @@ from mcore_rl.config.checks import check_values
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.limits import check_limits
 from mcore_rl.config.rules import (
-    DTYPE_OF_LANE,
+    DTYPE_OF_DEVICE_TYPE,
     OWN_POOL,
     list_checkpoint_warnings,
     list_optimizer_warnings,
@@ -26,7 +26,7 @@ from mcore_rl.config.rules import (
 from mcore_rl.config.rules_engine import validate_engine
 from mcore_rl.config.rules_rollout import (
     list_reward_terms,
-    validate_lane_batch,
+    validate_batch_on_device,
     validate_quantized_dtype,
     validate_reward,
     validate_servers,
@@ -173,7 +173,7 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
     `device` is "cpu" or "cuda"; `chat_date` the date that chat templates write.
     """
     data = config.data
-    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_LANE[device]
+    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_DEVICE_TYPE[device]
     run = RLConfig(
         seed=config.seed,
         output_dir=config.output_dir,
@@ -194,5 +194,5 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
         timeouts=config.timeouts,
     )
     validate_quantized_dtype(run.rollout, dtype)
-    validate_lane_batch("rollout", run.rollout, run.max_sequence_tokens, device)
+    validate_batch_on_device("rollout", run.rollout, run.max_sequence_tokens, device)
     return run

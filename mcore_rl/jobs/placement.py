@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, TimeoutsConfig
 from mcore_rl.controller import torchrun
 from mcore_rl.controller.ray_session import has_gpus
@@ -88,7 +88,7 @@ def resolve_for_nodes(
     check_engines(config, device_type)  # before a model is downloaded
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("actor", config.model, config.actor)
-    return resolve_for_lane(config, device_type, has_experts=_has_experts(config))
+    return resolve_for_device_type(config, device_type, has_experts=_has_experts(config))
 
 
 def check_engines(config: RLConfig, device: str) -> None:

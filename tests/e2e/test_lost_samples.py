@@ -13,7 +13,7 @@ import pytest
 import ray
 from ray.cluster_utils import Cluster
 
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     Layout,
@@ -141,7 +141,7 @@ def settings() -> RLConfig:
     config.placement.rollout = "own"
     config.model.path = config.data.train_file = config.data.test_file = "given"
     validate_rl(config)
-    return resolve_for_lane(config, "cpu")
+    return resolve_for_device_type(config, "cpu")
 
 
 def prompt_batches() -> PromptBatches:

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoints, read_checkpoint
-from mcore_rl.config.rules import resolve_for_lane
+from mcore_rl.config.rules import resolve_for_device_type
 from mcore_rl.config.schema import Layout, ReplayConfig, RLConfig
 from mcore_rl.controller.batch_ops import fetch_batch, select_small_columns, select_token_columns
 from mcore_rl.controller.dispatch import Dispatch, register
@@ -115,7 +115,7 @@ def config_of(folder: Path) -> RLConfig:
     config.actor.max_tokens_per_micro_batch = 400
     config.rollout.max_response_tokens = 32
     config.rollout.kv_cache_bytes = 64 << 20
-    return resolve_for_lane(config, "cpu")
+    return resolve_for_device_type(config, "cpu")
 
 
 @pytest.fixture(scope="module")

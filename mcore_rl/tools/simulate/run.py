@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import Layout, RLConfig, SampleLogConfig
 from mcore_rl.controller.pending_call import gather_results
 from mcore_rl.controller.process_cleanup import StopSignals
@@ -172,7 +172,7 @@ def prepare_config(config: RLConfig) -> RLConfig:
                 f"{name}={value!r}: plan simulate has no model of that part; allowed: {without!r}"
             )
     validate_rl(config)
-    return resolve_for_lane(config, "cpu")
+    return resolve_for_device_type(config, "cpu")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config, format_recipe
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import (
     EvalConfig,
     Layout,
@@ -305,7 +305,7 @@ def test_texts_that_yaml_would_take_for_something_else_come_back(tmp_path, text)
 def test_the_recipe_for_one_gpu_is_the_quickstart_with_one_rank_a_role():
     config = compose_config(RLConfig, ["recipe=quickstart_one_gpu", "output_dir=/x"])
     validate_rl(config)
-    resolved = resolve_for_lane(config, "cuda")
+    resolved = resolve_for_device_type(config, "cuda")
     assert resolved.actor.layout == resolved.warm_start.layout == Layout()
     assert resolved.model.dtype == "bfloat16" and resolved.task.name == "last_digit"
     assert plan_run(resolved).num_devices == 1

@@ -16,7 +16,7 @@ import torch
 from mcore_rl.config.allowed import MAX_SEED
 from mcore_rl.config.describe import list_setting_groups
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.rules_engine import ModelSizes
 from mcore_rl.config.schema import (
     AlgorithmConfig,
@@ -68,12 +68,12 @@ def test_the_defaults_with_a_task_are_valid():
 def test_dtype_and_experts_decide_the_gaps(device, setting, replay, has_experts, dtype, gaps):
     method = {"weight_sync__method": "disaggregated", "actor__moe__router_replay": replay}
     given = config(model__dtype=setting, **method)
-    resolved = resolve_for_lane(given, device, has_experts=has_experts)
+    resolved = resolve_for_device_type(given, device, has_experts=has_experts)
     bounds = resolved.trainer.max_logprob_gap, resolved.trainer.mean_logprob_gap
     assert (resolved.model.dtype, bounds) == (dtype, gaps)
     given.trainer.mean_logprob_gap = 0.5
     expected = replace(resolved.trainer, mean_logprob_gap=0.5)
-    assert resolve_for_lane(given, device, has_experts=has_experts).trainer == expected
+    assert resolve_for_device_type(given, device, has_experts=has_experts).trainer == expected
 
 
 ROLES = ("actor", "critic", "reward_model", "teacher")
@@ -83,21 +83,21 @@ ROLES = ("actor", "critic", "reward_model", "teacher")
 def test_exchanges_are_overlapped_in_bfloat16_alone(role):
     given = config(**{f"{role}__moe__overlap": True})
     with pytest.raises(ConfigError, match=rf"^{role}.moe.overlap=true with model.dtype='float32'"):
-        resolve_for_lane(given, "cpu")
-    resolve_for_lane(given, "cuda")
+        resolve_for_device_type(given, "cpu")
+    resolve_for_device_type(given, "cuda")
 
 
 @pytest.mark.parametrize("role", ROLES)
 def test_products_are_in_float8_with_weights_in_bfloat16_alone(role):
     given = config(**{f"{role}__fp8__recipe": "blockwise"})
     with pytest.raises(ConfigError, match=rf"^{role}.fp8.recipe='blockwise' with model.dtype='fl"):
-        resolve_for_lane(given, "cpu")
-    resolve_for_lane(given, "cuda")
+        resolve_for_device_type(given, "cpu")
+    resolve_for_device_type(given, "cuda")
 
 
 def test_an_actor_in_float8_has_the_gaps_and_the_correction_of_servers_in_float8():
     plain, trained, served = (
-        resolve_for_lane(config(model__dtype="bfloat16", **settings), "cuda")
+        resolve_for_device_type(config(model__dtype="bfloat16", **settings), "cuda")
         for settings in (
             {}, {"actor__fp8__recipe": "blockwise"}, {"rollout__quantization": "fp8_block"}
         )
@@ -124,7 +124,7 @@ def test_profile_that_cannot_be_is_named(profile, lane, message):
     made = config()
     made.actor.layout.dp, made.profile = 2, ProfileConfig(**profile)
     with pytest.raises(ConfigError, match=message):
-        resolve_for_lane(made, lane)
+        resolve_for_device_type(made, lane)
 
 
 def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
@@ -132,15 +132,15 @@ def test_on_gpus_servers_are_colocated_only_with_trainers_of_the_same_pool():
     with pytest.raises(
         ConfigError, match=r"colocated': .*\(placement.actor='shared', placement.ro"
     ):
-        resolve_for_lane(apart, "cuda")
-    resolve_for_lane(apart, "cpu")
-    resolve_for_lane(config(), "cuda")
+        resolve_for_device_type(apart, "cuda")
+    resolve_for_device_type(apart, "cpu")
+    resolve_for_device_type(config(), "cuda")
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "rollout.max_num_batched_tokens=100: the CPU lane runs each prompt in one batch; "
+        ({}, "rollout.max_num_batched_tokens=100: vLLM on a CPU runs each prompt in one batch; "
          "allowed: at least 1536, its longest sequence"),
         ({"evaluation__max_response_tokens": 2000}, "allowed: at least 2512"),
     ],
@@ -150,8 +150,8 @@ def test_batches_smaller_than_a_prompt_are_refused_where_prompts_are_not_chunked
     given = config(**few, rollout__max_response_tokens=1024, **settings)
     validate_rl(given)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        resolve_for_lane(given, "cpu")
-    resolve_for_lane(given, "cuda")
+        resolve_for_device_type(given, "cpu")
+    resolve_for_device_type(given, "cuda")
 
 
 @pytest.mark.parametrize(
@@ -161,7 +161,7 @@ def test_batches_smaller_than_a_prompt_are_refused_where_prompts_are_not_chunked
 def test_where_the_servers_are_follows_from_how_they_get_weights(method, pool):
     given = config(weight_sync__method=method)
     validate_rl(given)
-    assert resolve_for_lane(given, "cpu").placement == PlacementConfig(rollout=pool)
+    assert resolve_for_device_type(given, "cpu").placement == PlacementConfig(rollout=pool)
 
 
 WSD = OptimizerConfig(schedule="wsd", warmup_steps=3, wsd_decay_steps=4)
@@ -374,10 +374,10 @@ BAD = [
 def test_the_fixed_length_of_a_loss_is_that_of_the_longest_response():
     made = config(rollout__max_response_tokens=77)
     made.algorithm.loss_aggregation = "sequence_sum_fixed_length"
-    settings = resolve_for_lane(made, "cpu").algorithm.loss_aggregation_settings
+    settings = resolve_for_device_type(made, "cpu").algorithm.loss_aggregation_settings
     assert settings == {"length": 77}
     made.algorithm.loss_aggregation_settings = {"length": 5}
-    assert resolve_for_lane(made, "cpu").algorithm.loss_aggregation_settings == {"length": 5}
+    assert resolve_for_device_type(made, "cpu").algorithm.loss_aggregation_settings == {"length": 5}
     assert made.algorithm.loss_aggregation_settings == {"length": 5}
 
 
@@ -502,7 +502,7 @@ def resolved(
     config.actor.moe.router_replay = replay
     config.model.path = config.data.train_file = config.data.test_file = "given"
     validate_rl(config)
-    return resolve_for_lane(config, "cpu")
+    return resolve_for_device_type(config, "cpu")
 
 
 @pytest.mark.parametrize(

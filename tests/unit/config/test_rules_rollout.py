@@ -10,7 +10,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.rules_rollout import (
     build_models_with_servers,
     build_served_models,
-    validate_lane_batches,
+    validate_batches_on_device,
     validate_served_models,
 )
 from mcore_rl.config.schema import RLConfig
@@ -116,6 +116,6 @@ def test_the_policys_servers_take_the_longest_conversation_of_an_adapter():
     made = adapter_config(max_context=43)
     made.rollout.max_num_batched_tokens = 42
     made.models.pop("judge")
-    validate_lane_batches(made, "cuda")
+    validate_batches_on_device(made, "cuda")
     with pytest.raises(ConfigError, match=r"^rollout.max_num_batched_tokens=42: .* at least 43,"):
-        validate_lane_batches(made, "cpu")
+        validate_batches_on_device(made, "cpu")

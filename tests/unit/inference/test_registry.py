@@ -10,7 +10,7 @@ import pytest
 import transformers
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig, SpeculativeConfig
 from mcore_rl.inference.protocol import ServerSpec
 from mcore_rl.inference.registry import (
@@ -98,7 +98,7 @@ def test_a_backend_that_is_none_is_refused_before_anything_starts(tmp_path, back
     config = make_config(backend.format(file=tmp_path / "server.py"))
     with pytest.raises(ConfigError, match=re.escape(message)):
         validate_rl(config)
-        check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
+        check_servers(resolved := resolve_for_device_type(config, "cpu"), plan_run(resolved))
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_setting_that_needs_a_feature_is_refused_by_name(tmp_path, missing, se
     config = make_config(write_backend(tmp_path, features), **settings)
     validate_rl(config)
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
+        check_servers(resolved := resolve_for_device_type(config, "cpu"), plan_run(resolved))
 
 
 CONFIG = transformers.Qwen3Config(
@@ -226,7 +226,7 @@ def test_without_features_a_server_takes_checkpoints_on_devices_of_its_own(tmp_p
         write_backend(tmp_path, ""), weight_sync__method="full_export", placement__rollout="own"
     )
     validate_rl(config)
-    check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
+    check_servers(resolved := resolve_for_device_type(config, "cpu"), plan_run(resolved))
 
 
 def test_servers_of_frozen_models_have_backends_too(tmp_path):
@@ -235,7 +235,7 @@ def test_servers_of_frozen_models_have_backends_too(tmp_path):
     config.models = {"judge": {"backend": write_backend(tmp_path), "tp": 2}}
     validate_rl(config)
     with pytest.raises(ConfigError, match=r"models.judge.tp=2: a server of models.judge.backend="):
-        check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
+        check_servers(resolved := resolve_for_device_type(config, "cpu"), plan_run(resolved))
     config.models["judge"]["backend"] = "trtllm"
     with pytest.raises(ConfigError, match=r"models.judge.backend='trtllm'; allowed: 'vllm', 's"):
         validate_rl(config)

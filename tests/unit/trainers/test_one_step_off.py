@@ -15,7 +15,7 @@ import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import read_checkpoint
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     FilterConfig,
@@ -153,7 +153,7 @@ class Run:
         config.model.path = config.data.train_file = config.data.test_file = "given"
         config.algorithm = AlgorithmConfig(group_size=2, **other)
         validate_rl(config)
-        self.config = config = resolve_for_lane(config, "cpu")
+        self.config = config = resolve_for_device_type(config, "cpu")
         self.servers = Servers()
         self.actor = Policy(self.servers)
         pools = plan_run(config).pool_names
@@ -422,4 +422,4 @@ def test_servers_on_devices_of_other_roles_are_refused(rollout, mates):
         validate_rl(config)
     config.placement.rollout = "auto"
     validate_rl(config)
-    assert resolve_for_lane(config, "cpu").placement.rollout == "own"
+    assert resolve_for_device_type(config, "cpu").placement.rollout == "own"

@@ -14,7 +14,7 @@ from mcore_rl.algorithms.inputs import LossInputs, is_prepared
 from mcore_rl.algorithms.losses import LOSSES
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import resolve_for_lane, validate_rl
+from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import AlgorithmConfig, CorrectionConfig, DistillationConfig, RLConfig
 from mcore_rl.controller.remote_batch import RemoteBatch, RemoteColumn, RowLocations
 from mcore_rl.data.batch import Batch, Jagged
@@ -353,7 +353,7 @@ def build_config(settings: list[str]) -> RLConfig:
     given = ["model.path=m", "data.train_file=d", *settings]
     config = compose_config(RLConfig, given)
     validate_rl(config)
-    return resolve_for_lane(config, "cpu")
+    return resolve_for_device_type(config, "cpu")
 
 
 @pytest.mark.parametrize("reason", NEEDS_PASS)
