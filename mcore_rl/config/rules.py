@@ -31,9 +31,9 @@ from mcore_rl.config.rules_engine import (
 )
 from mcore_rl.config.rules_rollout import (
     validate_agent,
+    validate_batches_on_device,
     validate_drafts,
     validate_evaluation,
-    validate_batches_on_device,
     validate_quantized_dtype,
     validate_reward,
     validate_served_models,
@@ -55,7 +55,7 @@ from mcore_rl.config.schema import (
 )
 
 TRANSFORMERS = "transformers"  # model.family for every architecture of transformers
-DTYPE_OF_DEVICE_TYPE = {"cpu": "float32", "cuda": "bfloat16"}
+DTYPE_OF_DEVICE = {"cpu": "float32", "cuda": "bfloat16"}
 # Largest and mean gap of log-probs between trainer and servers, in nats, where a run sets none.
 LOGPROB_GAPS = {"float32": (0.5, 1e-4), "bfloat16": (2.0, 0.1)}
 # The largest in bfloat16 where trainer and servers route a token each by themselves: rounding tips
@@ -159,9 +159,7 @@ def resolve_for_device_type(
     validate_profile(config, config.actor.layout, device_type)
     validate_profile_steps(config.profile, config.trainer.num_steps)
     staleness = get_staleness(config.trainer)
-    dtype = (
-        config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_DEVICE_TYPE[device_type]
-    )
+    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_DEVICE[device_type]
     for key in ("actor", "critic", "reward_model", "teacher"):
         validate_overlap_dtype(key, getattr(config, key), dtype)
         validate_float8_dtype(key, getattr(config, key), dtype)
@@ -188,7 +186,7 @@ def resolve_for_device_type(
 
 
 def validate_profile(config: RLConfig | TrainConfig, layout: Layout, device_type: str) -> None:
-    """Check the settings of profiles on a device type, "cuda" or "cpu", of a trained model's layout."""
+    """Check the settings of profiles of a model with a layout, on "cuda" or "cpu"."""
     profile = config.profile
     for index, rank in enumerate(profile.ranks):
         check_between(f"profile.ranks[{index}]", rank, 0, layout.world_size - 1)

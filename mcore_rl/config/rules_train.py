@@ -13,7 +13,7 @@ from mcore_rl.config.checks import check_values
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.limits import check_limits
 from mcore_rl.config.rules import (
-    DTYPE_OF_DEVICE_TYPE,
+    DTYPE_OF_DEVICE,
     OWN_POOL,
     list_checkpoint_warnings,
     list_optimizer_warnings,
@@ -173,7 +173,7 @@ def build_server_config(config: EvalConfig, device: str, path: str, chat_date: s
     `device` is "cpu" or "cuda"; `chat_date` the date that chat templates write.
     """
     data = config.data
-    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_DEVICE_TYPE[device]
+    dtype = config.model.dtype if config.model.dtype != "auto" else DTYPE_OF_DEVICE[device]
     run = RLConfig(
         seed=config.seed,
         output_dir=config.output_dir,

@@ -694,7 +694,7 @@ class TrainerConfig:
 
     @property
     def gap_bounds(self) -> dict[str, float]:
-        """Largest gaps of log-probs that a step may have, by name, after `resolve_for_device_type`."""
+        """Largest gaps of log-probs of a step by name, after `resolve_for_device_type`."""
         return {name: getattr(self, name) for name in ("max_logprob_gap", "mean_logprob_gap")}
 
 

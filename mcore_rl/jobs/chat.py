@@ -13,7 +13,7 @@ from tokenizers.decoders import DecodeStream
 
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import DTYPE_OF_DEVICE_TYPE
+from mcore_rl.config.rules import DTYPE_OF_DEVICE
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.controller.process_cleanup import clean_up_on_exit
@@ -135,7 +135,7 @@ def run(settings: ChatSettings) -> None:
     )
     rollout = RolloutConfig(tp=settings.tp, max_num_seqs=1, kv_cache_bytes=settings.kv_cache_bytes)
     device = detect_device().type
-    dtype = DTYPE_OF_DEVICE_TYPE[device] if settings.dtype == "auto" else settings.dtype
+    dtype = DTYPE_OF_DEVICE[device] if settings.dtype == "auto" else settings.dtype
     prepare_compilers()
     with clean_up_on_exit(), asyncio.Runner() as runner:
         seed, limit = settings.seed or 0, settings.timeout_s

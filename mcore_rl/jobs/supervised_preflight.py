@@ -14,7 +14,7 @@ from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
 from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.rules import (
-    DTYPE_OF_DEVICE_TYPE,
+    DTYPE_OF_DEVICE,
     list_test_files,
     list_train_files,
     validate_profile,
@@ -81,7 +81,7 @@ def resolve_for_device(
     device = device_type or detect_device_type()
     check_train_engine(config, device)
     validate_profile(config, config.engine.layout, device)
-    dtype = DTYPE_OF_DEVICE_TYPE[device] if config.model.dtype == "auto" else config.model.dtype
+    dtype = DTYPE_OF_DEVICE[device] if config.model.dtype == "auto" else config.model.dtype
     validate_overlap_dtype("engine", config.engine, dtype)
     validate_float8_dtype("engine", config.engine, dtype)
     config = fetch_inputs(config, with_weights=needs_data)

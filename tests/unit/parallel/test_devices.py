@@ -16,7 +16,7 @@ from ray._private.accelerators import (
 from torch.distributed import distributed_c10d
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.rules import DTYPE_OF_DEVICE_TYPE
+from mcore_rl.config.rules import DTYPE_OF_DEVICE
 from mcore_rl.jobs.placement import detect_device_type, get_device_resource
 from mcore_rl.parallel.devices import DEVICES, detect_device, get_gpu
 from tests.fakes import FakeGpu, replace_torch_cuda
@@ -55,11 +55,9 @@ def test_backend_is_the_one_that_torch_has_for_the_type(name):
     assert backends[device.type] == device.backend
 
 
-def test_lanes_have_a_device_that_has_run():
-    assert {device.name for device in DEVICES.values() if device.has_run} == set(
-        DTYPE_OF_DEVICE_TYPE
-    )
-    assert all(DEVICES[lane].type == lane for lane in DTYPE_OF_DEVICE_TYPE)
+def test_device_types_with_a_dtype_have_run():
+    assert {device.name for device in DEVICES.values() if device.has_run} == set(DTYPE_OF_DEVICE)
+    assert all(DEVICES[name].type == name for name in DTYPE_OF_DEVICE)
 
 
 def test_cpu_has_no_number_and_no_memory_of_its_own(monkeypatch):
