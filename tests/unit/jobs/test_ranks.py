@@ -147,7 +147,8 @@ def test_the_limit_is_of_all_ranks_together_and_not_of_each_answer(monkeypatch):
 
 def spawned() -> set[psutil.Process]:
     """Children of this process that multiprocessing started, other tests' among them."""
-    return {p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())}
+    children = (p for p in psutil.Process().children() if p.status() != psutil.STATUS_ZOMBIE)
+    return {p for p in children if "spawn_main" in " ".join(p.cmdline())}
 
 
 def test_a_process_of_its_own_is_no_rank(jobs, tmp_path):
