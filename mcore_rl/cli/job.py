@@ -216,7 +216,8 @@ def _describe_group(group: SettingGroup) -> Iterator[str]:
 
 def _describe_setting(setting: Setting) -> Iterator[str]:
     yield from _wrap(f"{setting.key}={json.dumps(setting.default)}", "  ")
-    yield from _wrap(setting.meaning, "      ")
+    allowed = f" ({setting.range})" if setting.range else ""
+    yield from _wrap(f"{setting.meaning}{allowed}", "      ")
 
 
 def _wrap(text: str, indent: str) -> list[str]:

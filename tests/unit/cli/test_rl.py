@@ -75,7 +75,7 @@ def test_help_lists_every_setting_with_its_default_and_meaning(monkeypatch, caps
     ):
         assert part in out
     assert [name for name in list_setting_names(RLConfig) if f"\n  {name}=" not in out] == []
-    meaning = "prompts of a step, with algorithm.group_size samples each"
+    meaning = "prompts of a step, with algorithm.group_size samples each (at least 1)"
     assert f"trainer.prompts_per_step=64\n      {meaning}" in out
 
 
