@@ -7,7 +7,7 @@ after the warm start, that of settings without one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -131,7 +131,7 @@ class RunPlan:
     roles: tuple[Role, ...]  # in the order in which they start; the warm start ends before the rest
     servers: tuple[Servers, ...]  # the policy's first
     pools: tuple[Pool, ...]
-    models: dict[str, ServedModel] = field(default_factory=dict)  # frozen; also adapters
+    models: Mapping[str, ServedModel] = field(default_factory=dict)  # frozen; also adapters
     loop: str = ""  # "sync", "one_step_off", "fully_async"; "" of a supervised job
 
     def __iter__(self) -> Iterator[Role]:
@@ -322,7 +322,7 @@ def _freeze(engine: EngineConfig) -> EngineConfig:
     return replace(engine, lora=LoRAConfig(), moe=moe, indexer_replay="off")
 
 
-def _list_servers(config: RLConfig, models: dict[str, ServedModel]) -> Iterator[Servers]:
+def _list_servers(config: RLConfig, models: Mapping[str, ServedModel]) -> Iterator[Servers]:
     """Yield the policy's servers, then those of each frozen model that is no adapter on them."""
     adapters = ", ".join(f"{ROLE}{name}" for name, model in models.items() if model.adapter)
     task = f"generation, {adapters}" if adapters else "generation"
