@@ -110,7 +110,7 @@ def predict_step(
     num_training = actor.layout.world_size
     num_devices = run.num_devices
     if sync_bytes is None:
-        sync_bytes = work.parameters * server.itemsize / rollout.num_workers
+        sync_bytes = server.count_weight_bytes()
     link = hardware.get_link(num_devices)
     parts = {
         "generation": generation,

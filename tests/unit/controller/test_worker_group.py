@@ -219,6 +219,43 @@ def test_a_server_whose_devices_are_on_two_nodes_is_refused_with_their_names():
         WorkerGroup._get_scheduling(group, pool, 1)
 
 
+class Starts(Ray):
+    """A Ray whose actors are ready at once, with the bundle that each was started in."""
+
+    cloudpickle = SimpleNamespace(dumps=lambda value: b"")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bundles: list[int] = []
+
+    def is_initialized(self) -> bool:
+        return False
+
+    def remote(self, _: type) -> Any:
+        reply = SimpleNamespace(remote=lambda *_: Reply(None))
+        actor = SimpleNamespace(get_info=reply, open_rendezvous=reply, build=reply)
+
+        def options(scheduling_strategy: Any, **_: Any) -> Any:
+            self.bundles.append(scheduling_strategy.placement_group_bundle_index)
+            return SimpleNamespace(remote=lambda *_: actor)
+
+        return SimpleNamespace(options=options)
+
+
+def test_the_ranks_of_a_group_start_in_its_own_bundles(monkeypatch):
+    starts = Starts()
+    monkeypatch.setattr(worker_group, "ray", starts)
+    pool: Any = SimpleNamespace(
+        num_ranks=8, bundles=[7, 6, 5, 4, 3, 2, 1, 0], placement_group=None, detached="",
+        log_dir=None, reserve=lambda *_: None, release=lambda *_: None,
+        get_actor_options=lambda share: {}, get_node=lambda rank: "n1",
+    )  # fmt: skip
+    options: Any = {"layout": Layout(tp=2), "pool": pool, "timeouts": TimeoutsConfig()}
+    with WorkerGroup(Model, **options, first_bundle=4, bundles_per_rank=2, wait=False):
+        # Places 4 and 6 of the pool, of 4, 5, 6 and 7: Ray's bundles 3 and 1.
+        assert starts.bundles == [3, 1]
+
+
 def test_order_by_node_keeps_the_bundles_of_a_node_together():
     assert order_by_node(["b", "a", "b", "a"]) == [1, 3, 0, 2]
     assert order_by_node(["n10", "n9", "n10", "n9"]) == [1, 3, 0, 2]  # by number

@@ -158,6 +158,14 @@ def test_trace_has_the_step_and_microseconds_of_each_call():
     assert build_trace([])["traceEvents"] == []
 
 
+def test_call_that_ends_with_the_one_around_it_is_on_its_track():
+    """The third overlaps the first without being inside it."""
+    spans = [(0.0, 4.0), (3.0, 4.0), (3.5, 5.0)]
+    calls = [TimeSpan("actor", "update", start_s, end_s) for start_s, end_s in spans]
+    events = build_trace([StepTimeline("training", 1, calls)])["traceEvents"]
+    assert [event["tid"] for event in events if event["ph"] == "X"] == [0, 0, 1]
+
+
 @pytest.mark.parametrize("end", ["NaN", "Infinity", '"noon"'])
 def test_timeline_with_a_time_that_is_no_number_is_refused_by_its_row(tmp_path, end):
     path = tmp_path / "timeline.jsonl"

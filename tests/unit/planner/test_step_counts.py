@@ -253,6 +253,19 @@ def test_a_weight_sync_brings_a_worker_its_share_over_the_link_of_all_devices() 
     assert step.weight_sync_s == pytest.approx(expected)
 
 
+def test_a_weight_sync_brings_each_replica_of_a_server_all_but_experts() -> None:
+    """Qwen3-30B-A3B: 48 layers of 128 experts with three matrices of 2048 by 768."""
+    config = build_config(Layout(dp=8))
+    config.rollout = replace(config.rollout, tp=2, dp=2, ep=True, num_servers=2)
+    model = test_memory.read_model("Qwen3-30B-A3B")
+    step = predict_step(config, model, H100, LENGTHS)
+    experts = 48 * 128 * 3 * 2048 * 768
+    worker = (30_532_122_624 - experts) / 2 + experts / 4
+    link = H100.nvlink_bandwidth * H100.nvlink_share
+    expected = 2 * worker / link + 2 * H100.nvlink_latency_s
+    assert step.weight_sync_s == pytest.approx(expected)
+
+
 def test_servers_that_never_drain_generate_at_the_rate_of_full_slots() -> None:
     """Sixteen samples of 1,000 tokens on each of four servers, and their prompts."""
     config = build_config(Layout(dp=4))

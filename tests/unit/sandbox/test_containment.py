@@ -243,6 +243,26 @@ def test_a_program_that_computes_for_ever(place):
     assert result.cpu_s < 5 and result.wall_s < 15
 
 
+# One child after another: each is far below cpu_s, and so is the parent.
+SHORT_CHILDREN = """
+import os, time
+while True:
+    if os.fork() == 0:
+        while time.process_time() < 0.2:
+            pass
+        os._exit(0)
+    os.wait()
+"""
+
+
+@in_each_place
+def test_the_time_of_children_that_have_ended_counts(place):
+    if require(place).tier.name == "landlock":
+        pytest.skip("there is one process only")
+    result = place.run(SHORT_CHILDREN, cpu_s=0.8, wall_s=30)
+    assert result.status == "timeout" and result.wall_s < 25
+
+
 @in_each_place
 def test_a_flood_of_output(place):
     result = require(place).run("while True: print('x' * 1000)", output_kb=64)

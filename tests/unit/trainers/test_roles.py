@@ -263,6 +263,30 @@ def test_each_mini_batch_is_prepared_with_a_seed_of_its_own(tmp_path):
             np.testing.assert_array_equal(drawn, expected)
 
 
+CURRENT = """
+from mcore_rl.algorithms.inputs import prepared_by
+
+@prepared_by(lambda inputs: {"current": inputs.log_probs})
+def own(inputs):
+    return inputs.prepared("current") * inputs.log_probs, {}
+"""
+
+
+def test_mini_batches_after_the_first_are_prepared_with_the_policy_that_has_been_updated(tmp_path):
+    (tmp_path / "own.py").write_text(CURRENT)
+    algorithm = AlgorithmConfig(loss=f"{tmp_path}/own.py:own", num_mini_batches=3)
+    config, batch = build_config(algorithm), build_rewarded_batch()
+    updated = batch["response_ids"]  # what `Model` gives as log-probs
+    before = updated.with_values(updated.values - 100)
+    batch = batch.with_columns(log_probs=before, entropy=before, prompt_ids=updated)
+    weighted, counts = add_weights(batch, config)
+    workers = Model()
+    update_actor(workers, weighted, counts, config)
+    first, *later_parts = workers.updates
+    assert (first.jagged("current").values < 0).all() and len(later_parts) == 2
+    assert all((part.jagged("current").values > 0).all() for part in later_parts)
+
+
 # Models that only score.
 
 
