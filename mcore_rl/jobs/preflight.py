@@ -22,7 +22,18 @@ from mcore_rl.config.rules import list_test_files, list_train_files
 from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.rules_engine import validate_schedule
 from mcore_rl.config.rules_rollout import list_reward_terms
-from mcore_rl.config.schema import MoEConfig, RewardConfig, RLConfig, RolloutConfig
+from mcore_rl.config.schema import (
+    AlgorithmConfig,
+    DataConfig,
+    DistillationConfig,
+    EngineConfig,
+    ModelConfig,
+    MoEConfig,
+    RewardConfig,
+    RLConfig,
+    RolloutConfig,
+    TeacherConfig,
+)
 from mcore_rl.data.batch import Batch
 from mcore_rl.data.datasets import (
     PromptDataset,
@@ -108,7 +119,7 @@ def check_inputs(config: RLConfig, plan: RunPlan) -> Inputs:
 def _check_weights(config: RLConfig, plan: RunPlan) -> None:
     check_model(config, plan)
     _check_frozen_models(config, plan)
-    _check_served_models(config, plan)
+    _check_served_models(config.model, plan)
 
 
 def check_model(config: RLConfig, plan: RunPlan) -> None:
@@ -130,11 +141,11 @@ def check_existing_inputs(config: RLConfig, plan: RunPlan) -> Inputs | None:
         are then only opened.
     """
     _check_choices(config, plan)
-    if has_weights(config):
+    if has_weights(config.model.path):
         _check_weights(config, plan)
     else:
         check_layouts(config, plan)
-    has_files = has_weights(config) or has_tokenizer(config.model.path)
+    has_files = has_weights(config.model.path) or has_tokenizer(config.model.path)
     if has_files and not list_unset_data(config):
         return _load_data(config, plan)
     for setting, name in _list_data_files(config).items():
@@ -148,9 +159,9 @@ def list_unset_data(config: RLConfig) -> list[str]:
     return [setting for setting, name in _list_data_files(config).items() if not name]
 
 
-def has_weights(config: RLConfig) -> bool:
-    """Return whether model.path has weights, not config.json alone."""
-    return any(Path(config.model.path).glob("*.safetensors*"))
+def has_weights(path: str) -> bool:
+    """Return whether a model's folder has weights, not config.json alone."""
+    return any(Path(path).glob("*.safetensors*"))
 
 
 def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLConfig:
@@ -352,10 +363,10 @@ def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
         load_backend(warm, "actor").check_model("warm_start", warm, hf_config)
     if critic := plan.find(CRITIC):
         _check_critic(config, critic, plan[ACTOR], hf_config)
-    _check_frozen_layouts(config, plan)
-    _check_served_layouts(config, plan)
+    _check_frozen_layouts(config.algorithm, plan)
+    _check_served_layouts(config.rollout, config.model.dtype, plan)
     if config.rollout.lora == "adapter":
-        _check_adapters(config, hf_config)
+        _check_adapters(config.actor, hf_config)
     if config.weight_sync.method != "full_export":
         _check_stacked_experts(config, hf_config)
     if config.rollout.quantization is not None:
@@ -365,14 +376,14 @@ def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
     return hf_config
 
 
-def _check_adapters(config: RLConfig, hf_config: HFConfig) -> None:
+def _check_adapters(actor: EngineConfig, hf_config: HFConfig) -> None:
     """Check that no adapter is of an expert or of a wrapper, which servers take none for."""
     if get_frozen_prefixes(hf_config):
         raise ConfigError(
             f"rollout.lora='adapter': {hf_config['architectures']} has a frozen tower, and its "
             "linear layers have other names on servers than in a model of text; allowed: 'merged'"
         )
-    backend, targets = load_backend(config.actor, "actor"), config.actor.lora.targets
+    backend, targets = load_backend(actor, "actor"), actor.lora.targets
     if backend.shard_format != "megatron":
         return  # adapters are of linear layers, which experts are not
     for weight in get_family(hf_config).weights(hf_config, pad_vocab_size(hf_config, 1)):
@@ -419,13 +430,13 @@ def _check_rollout_cache(config: RLConfig, plan: RunPlan, hf_config: HFConfig) -
     }
     setting, num_tokens = max(lengths.items(), key=lambda item: item[1])
     sequence = f"sequence of {setting} = {num_tokens} tokens"
-    _check_kv_cache("rollout", config.rollout, config, hf_config, num_tokens, sequence)
+    _check_kv_cache("rollout", config.rollout, config.model.dtype, hf_config, num_tokens, sequence)
 
 
 def _check_kv_cache(
     key: str,
     servers: RolloutConfig,
-    config: RLConfig,
+    dtype: str,
     hf_config: HFConfig,
     num_tokens: int,
     sequence: str,
@@ -434,7 +445,7 @@ def _check_kv_cache(
 
     Servers round up to blocks of tokens, and refuse the rest when they start.
     """
-    itemsize = getattr(torch, config.model.dtype).itemsize
+    itemsize = getattr(torch, dtype).itemsize
     least = num_tokens * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
     if servers.speculative.num_tokens:  # prediction layers have keys and values, too
         num_layers = get_model_sizes(hf_config).num_layers
@@ -488,27 +499,28 @@ def _load_examples(
 # The frozen models that score: reward model and teachers
 
 
-def _check_frozen_layouts(config: RLConfig, plan: RunPlan) -> None:
+def _check_frozen_layouts(algorithm: AlgorithmConfig, plan: RunPlan) -> None:
     """Check the settings that depend on each config.json alone."""
     for role in filter(Role.is_scoring, plan):
         engine = role.spec.engine
-        hf_config = _read_frozen_config(config, role)
+        hf_config = _read_frozen_config(algorithm.distillation, plan[ACTOR].path, role)
         load_backend(engine, role.key).check_model(role.key, engine, hf_config)
 
 
 def _check_frozen_models(config: RLConfig, plan: RunPlan) -> None:
     """Check weights, tokenizers and the teacher of each prompt."""
     for role in filter(Role.is_scoring, plan):
-        hf_config = _read_frozen_config(config, role)
+        policy = plan[ACTOR].path
+        hf_config = _read_frozen_config(config.algorithm.distillation, policy, role)
         reader = CheckpointReader(role.path, role.path_setting)
         reader.check(
             list_logical_tensors(map_model_weights(hf_config, pad_vocab_size(hf_config, 1)))
         )
-        _check_frozen_tokenizer(config, role)
-    _check_teacher_column(config)
+        _check_frozen_tokenizer(policy, role)
+    _check_teacher_column(config.teacher, config.data)
 
 
-def _read_frozen_config(config: RLConfig, role: Role) -> HFConfig:
+def _read_frozen_config(distillation: DistillationConfig, policy_path: str, role: Role) -> HFConfig:
     """Read the config.json of a role; check that it is the kind of model that the role needs."""
     path, setting = role.path, role.path_setting
     hf_config = read_checkpoint_config(path, setting)
@@ -524,8 +536,8 @@ def _read_frozen_config(config: RLConfig, role: Role) -> HFConfig:
         raise ConfigError(
             f"{setting}={path!r} is of {hf_config['architectures']}; allowed: a language model"
         )
-    policy, distillation = read_config(config.model.path), config.algorithm.distillation
-    vocab_size, policy_vocab_size = (get_field(c, "vocab_size") for c in (hf_config, policy))
+    configs = hf_config, read_config(policy_path)
+    vocab_size, policy_vocab_size = (get_field(c, "vocab_size") for c in configs)
     if distillation.loss in TOP_TOKEN_LOSSES:
         if vocab_size != policy_vocab_size:
             raise ConfigError(
@@ -540,37 +552,37 @@ def _read_frozen_config(config: RLConfig, role: Role) -> HFConfig:
     return hf_config
 
 
-def _check_frozen_tokenizer(config: RLConfig, role: Role) -> None:
+def _check_frozen_tokenizer(policy_path: str, role: Role) -> None:
     """Check that a role has the vocabulary of the policy, whose token ids it reads."""
     path, setting = role.path, role.path_setting
-    if path == config.model.path:
+    if path == policy_path:
         return
     if not has_tokenizer(path):
         raise ConfigError(f"{setting}={path!r} has no tokenizer to compare with the policy's")
-    policy_vocab, vocab = (read_tokenizer(p).get_vocab() for p in (config.model.path, path))
+    policy_vocab, vocab = (read_tokenizer(p).get_vocab() for p in (policy_path, path))
     if policy_vocab != vocab:
         token = next(t for t in (policy_vocab | vocab) if policy_vocab.get(t) != vocab.get(t))
         raise ConfigError(
-            f"{setting}={path!r} has another vocabulary than model.path={config.model.path!r}: "
+            f"{setting}={path!r} has another vocabulary than model.path={policy_path!r}: "
             f"{token!r} is {vocab.get(token)}, there {policy_vocab.get(token)}; allowed: the same"
         )
 
 
-def _check_teacher_column(config: RLConfig) -> None:
-    if not config.teacher.column:
+def _check_teacher_column(teacher: TeacherConfig, data: DataConfig) -> None:
+    if not teacher.column:
         return
-    names = build_teachers(config.teacher)
-    column = RowColumn(config.teacher.column, "teacher.column")
-    for name in filter(None, config.data.train_files or [config.data.train_file]):
-        for row in open_rows(name, "data.train_file"):
-            if (teacher := column.get_text(row)) not in names:
-                raise column.build_error(row, teacher, f"one of: {', '.join(names)}")
+    names = build_teachers(teacher)
+    column = RowColumn(teacher.column, "teacher.column")
+    for source in filter(None, data.train_files or [data.train_file]):
+        for row in open_rows(source, "data.train_file"):
+            if (name := column.get_text(row)) not in names:
+                raise column.build_error(row, name, f"one of: {', '.join(names)}")
 
 
 # The frozen models with servers (`models`)
 
 
-def _check_served_layouts(config: RLConfig, plan: RunPlan) -> None:
+def _check_served_layouts(policy: RolloutConfig, dtype: str, plan: RunPlan) -> None:
     """Check the settings that depend on each config.json alone."""
     for name, model in plan.models.items():
         key, servers = f"models.{name}", model.servers
@@ -589,14 +601,14 @@ def _check_served_layouts(config: RLConfig, plan: RunPlan) -> None:
             )
         if model.adapter:
             rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
-            check_adapter_rank(f"{key}.adapter: rank", rank, config.rollout)
+            check_adapter_rank(f"{key}.adapter: rank", rank, policy)
             continue
         load_server_class(servers, key).check_model(servers, key, hf_config, detect_device_type())
         conversation = f"conversation of max_context={model.max_context} tokens"
-        _check_kv_cache(key, servers, config, hf_config, model.max_context, conversation)
+        _check_kv_cache(key, servers, dtype, hf_config, model.max_context, conversation)
 
 
-def _check_served_models(config: RLConfig, plan: RunPlan) -> None:
+def _check_served_models(policy: ModelConfig, plan: RunPlan) -> None:
     """Check weights, tokenizers and chat templates.
 
     A model without a path starts from the policy after the warm start, whose weights are checked
@@ -604,13 +616,13 @@ def _check_served_models(config: RLConfig, plan: RunPlan) -> None:
     """
     for name, model in plan.models.items():
         key, hf_config = f"models.{name}", read_config(model.path)
-        if model.path != config.model.path:
+        if model.path != policy.path:
             reader = CheckpointReader(model.path, f"{key}.path")
             weights = map_model_weights(hf_config, pad_vocab_size(hf_config, 1))
             reader.check(list_logical_tensors(weights))
         if not has_tokenizer(model.path):
             raise ConfigError(f"{key}.path={model.path!r} has no tokenizer")
-        tokenizer = load_tokenizer(model.path, config.model.chat_date)
+        tokenizer = load_tokenizer(model.path, policy.chat_date)
         check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
         try:
             from mcore_rl.agents.chat_template.validation import select_codec

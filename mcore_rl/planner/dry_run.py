@@ -145,7 +145,7 @@ def print_lines(console: Console, *lines: str) -> None:
 def _describe_inputs(config: RLConfig, prepared: RLConfig, inputs: Inputs | None) -> list[str]:
     name = f"task {config.task.name}" if config.task.name else config.model.path
     lines = [f"model: {name}"]
-    if not has_weights(prepared):
+    if not has_weights(prepared.model.path):
         lines[0] += "; not checked: weights, since the folder holds none"
     if unset := list_unset_data(prepared):
         verb = "is" if len(unset) == 1 else "are"
