@@ -112,7 +112,7 @@ def test_every_path_in_backticks_exists(page: Path):
 @each_page
 def test_every_setting_exists(page: Path):
     """For a table with settings of others see test_other_frameworks.py."""
-    text = page.read_text()
+    text = re.sub(r"^```diff\n.*?^```$", "", page.read_text(), flags=re.S | re.M)  # may add one
     if page.name == "from_verl_and_trl.md":
         text = "\n".join(line.split("|")[3] for line in text.splitlines() if line.count("|") > 3)
 
