@@ -100,18 +100,12 @@ def run(config: RLConfig) -> None:
             start = _check_start(config, run_lock.folder)
         if start is None:
             return
-        prepared, plan, inputs, checkpoint = (
-            start.config,
-            start.plan,
-            start.inputs,
-            start.checkpoint,
-        )
+        prepared, plan, inputs = start.config, start.plan, start.inputs
+        checkpoint, logs = start.checkpoint, get_log_dir(run_lock.folder)
         with (
             open_session(prepared, plan.num_devices, scratch_dir),
-            summarize_failure(get_log_dir(run_lock.folder) / TRACES),
-            Pools(
-                plan, get_device_resource(), prepared.timeouts, get_log_dir(run_lock.folder)
-            ) as pools,
+            summarize_failure(logs / TRACES),
+            Pools(plan, get_device_resource(), prepared.timeouts, logs) as pools,
             contextlib.ExitStack() as stack,
         ):
             output, ranks = RunOutput(run_lock.folder, config, checkpoint), None

@@ -41,12 +41,13 @@ from mcore_rl.config.schema import (
 from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, LossFunction
 from mcore_rl.trainers.base import load_trainer
+from mcore_rl.trainers.device_sharing import ROLLOUT
 from mcore_rl.trainers.policy_loss import reads_squares
 
 ACTOR, CRITIC, REFERENCE, REWARD_MODEL = "actor", "critic", "reference", "reward_model"
-WARM_START, TEACHER = "warm_start", "teacher."  # the second is before the name of one
+WARM_START = "warm_start"
+TEACHER_PREFIX = "teacher."  # of the role of each teacher
 MODEL = "model"  # of sft, dpo and rm
-ROLLOUT = "rollout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,7 @@ class Role:
 
     def is_scoring(self) -> bool:
         """Return whether it is a frozen model of its own: the reward model, or a teacher."""
-        return self.name == REWARD_MODEL or self.name.startswith(TEACHER)
+        return self.name == REWARD_MODEL or self.name.startswith(TEACHER_PREFIX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,7 +216,7 @@ def plan_supervised(config: TrainConfig) -> RunPlan:
     kind = "reward_model" if isinstance(config, RMConfig) else "language_model"
     model = Role(MODEL, "engine", "updates", MODEL, spec, kind)
     roles = [model.make_trainable(config.trainer.num_steps, lambda: loss)]
-    if has_reference_model(config):
+    if _has_reference_model(config):
         pool = REFERENCE if has_own_pool else MODEL
         spec = replace(spec, engine=_freeze(config.engine))
         roles.append(Role(REFERENCE, "engine", "log-probs for the loss", pool, spec))
@@ -231,7 +232,7 @@ def needs_reference_log_probs(config: RLConfig | TrainConfig) -> bool:
     return "reference_log_probs" in get_needs(PREFERENCE_LOSSES[config.loss])
 
 
-def has_reference_model(config: RLConfig | TrainConfig) -> bool:
+def _has_reference_model(config: RLConfig | TrainConfig) -> bool:
     """Return whether a job has a separate reference model.
 
     A LoRA model without its adapters is the reference.
@@ -279,7 +280,7 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
         max(num_steps - skipped, 1) * algorithm.num_mini_batches,
         lambda: load_trainer(config.trainer.mode).build_loss(config),
     )
-    if has_reference_model(config):
+    if _has_reference_model(config):
         yield build(REFERENCE, ACTOR, "log-probs for the KL", engine=_freeze(config.actor))
     if has_critic:
         path, clip = config.critic.model_path, ValueClipSettings(config.critic.clip_range)
@@ -294,7 +295,7 @@ def _list_roles(config: RLConfig) -> Iterator[Role]:
     top_k = distillation.top_k if distillation.loss in TOP_TOKEN_LOSSES else 0
     for name, teacher in build_teachers(config.teacher).items():
         yield build(
-            f"{TEACHER}{name}",
+            f"{TEACHER_PREFIX}{name}",
             f"teacher.models.{name}",
             "log-probs to learn from",
             path=teacher.model_path,

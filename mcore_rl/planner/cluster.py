@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import load_server_class
-from mcore_rl.jobs.run_plan import ACTOR, ROLLOUT, WARM_START, Pool, RunPlan
+from mcore_rl.jobs.run_plan import ACTOR, WARM_START, Pool, RunPlan
 from mcore_rl.models.base import HFConfig, get_family
 from mcore_rl.planner.report import format_range
 from mcore_rl.planner.roles import ITEMSIZES
 from mcore_rl.rollout.weight_updater import build_generation_layout
+from mcore_rl.trainers.device_sharing import ROLLOUT
 from mcore_rl.weight_sync.spec import MemoryDomains, TransferSpec, plan_transfer
 
 

@@ -32,7 +32,7 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.engine.base import load_backend
 from mcore_rl.inference.registry import DEFAULT_MAX_SEQS
-from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REFERENCE, ROLLOUT, Role, RunPlan, plan_run
+from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REFERENCE, Role, RunPlan, plan_run
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
 from mcore_rl.planner.activations import DEFAULT_CHUNK_BYTES
 from mcore_rl.planner.fixes import format_value
@@ -42,6 +42,7 @@ from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import FLOAT32, Load, TrainingModel
+from mcore_rl.trainers.device_sharing import ROLLOUT
 
 # CUDA context, NCCL buffers, workspaces of libraries and fragmentation of one process on a GPU.
 _RESERVED_BYTES = 6e9
