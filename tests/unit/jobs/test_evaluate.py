@@ -59,7 +59,7 @@ def test_dummy_weights_are_refused_without_a_trainer(load_format):
 def test_an_evaluation_whose_batches_are_too_small_for_a_prompt_is_refused_on_a_cpu():
     config = EvalConfig()
     config.rollout.max_num_batched_tokens = 64
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=64: the CPU lane"):
+    with pytest.raises(ConfigError, match=r"max_num_batched_tokens=64: vLLM on a CPU"):
         build_server_config(config, "cpu", "m", "")
     build_server_config(config, "cuda", "m", "")
 
