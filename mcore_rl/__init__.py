@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mcore_rl.config.errors import ConfigError
     from mcore_rl.config.schema import RLConfig
     from mcore_rl.data.batch import Batch, Jagged, Samples
-    from mcore_rl.library import RunResult, load_recipe, load_run, run
+    from mcore_rl.library import RunResult, grpo, load_recipe, load_run, run
     from mcore_rl.trainers.base import RLTrainer, TrainerInputs
     from mcore_rl.trainers.fully_async import FullyAsyncTrainer
     from mcore_rl.trainers.one_step_off import OneStepOffTrainer
@@ -39,6 +39,7 @@ _MODULES = {
     "Samples": "data.batch",
     "SyncTrainer": "trainers.sync",
     "TrainerInputs": "trainers.base",
+    "grpo": "library",
     "load_recipe": "library",
     "load_run": "library",
     "run": "library",
@@ -56,6 +57,7 @@ __all__ = [
     "Samples",
     "SyncTrainer",
     "TrainerInputs",
+    "grpo",
     "load_recipe",
     "load_run",
     "run",

@@ -23,9 +23,9 @@ class Registry(Generic[F]):
     """Map from the values of one setting to functions; filled at import.
 
     A value is the name of a registered function, or the import path of one outside the package:
-    `module:function` or `path/to/file.py:function`. A function takes `parameters`, any of
-    `optional` by name, and, if it has settings, a parameter `settings` annotated with a frozen
-    dataclass.
+    `module:function` or `path/to/file.py:function`. A function takes `parameters`, or only the
+    first `min_parameters` or more of them, any of `optional` by name, and, if it has settings, a
+    parameter `settings` annotated with a frozen dataclass.
     """
 
     def __init__(
@@ -34,10 +34,12 @@ class Registry(Generic[F]):
         parameters: Sequence[str],
         settings_key: str = "",
         optional: Sequence[str] = (),
+        min_parameters: int | None = None,
     ) -> None:
         self.setting = setting  # full key, for error messages
         self.settings_key = settings_key or f"{setting}_settings"  # key of the settings
         self._parameters, self._optional = tuple(parameters), tuple(optional)
+        self._min_parameters = len(parameters) if min_parameters is None else min_parameters
         self._functions: dict[str, Callable[..., Any]] = {}
         self._paths: dict[str, str] = {}  # import paths of functions that are loaded on use
 
@@ -125,27 +127,46 @@ class Registry(Generic[F]):
         except ValueError as error:  # from the settings' __post_init__
             raise ConfigError(f"{self.settings_key}.{error}") from error
 
+    def count_parameters(self, name: str) -> int:
+        """Return how many of `parameters` a function takes.
+
+        Raises:
+            ConfigError: as for `get_settings_class`.
+        """
+        signature = self._get_signature(name)
+        by_name = {*self._optional, "settings"} & set(signature.parameters)
+        for number in range(len(self._parameters), self._min_parameters - 1, -1):
+            try:
+                signature.bind(*self._parameters[:number], **dict.fromkeys(by_name))
+            except TypeError:
+                continue
+            return number
+        fewer = f" or the first {self._min_parameters} or more of these"
+        fewer = fewer if self._min_parameters < len(self._parameters) else ""
+        more = f", any of {', '.join(self._optional)}" if self._optional else ""
+        raise ConfigError(
+            f"{self.setting}={name!r} takes {signature}; allowed: "
+            f"({', '.join(self._parameters)}){fewer}{more}, and a last parameter called settings "
+            "where it has any"
+        )
+
+    def _get_signature(self, name: str) -> inspect.Signature:
+        try:
+            return inspect.signature(self[name], eval_str=True)
+        except (NameError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{self.setting}={name!r}: its signature cannot be read: {error}"
+            ) from error
+
     def get_settings_class(self, name: str) -> type | None:
         """Return the dataclass of the settings of a function, if it has any.
 
         Raises:
             ConfigError: as for `[name]`, or the signature is none that the registry can call.
         """
-        function, what = self[name], f"{self.setting}={name!r}"
-        try:
-            signature = inspect.signature(function, eval_str=True)
-        except (NameError, TypeError, ValueError) as error:
-            raise ConfigError(f"{what}: its signature cannot be read: {error}") from error
+        self.count_parameters(name)
+        signature, what = self._get_signature(name), f"{self.setting}={name!r}"
         parameter = signature.parameters.get("settings")
-        by_name = {*self._optional, "settings"} & set(signature.parameters)
-        try:
-            signature.bind(*self._parameters, **dict.fromkeys(by_name))
-        except TypeError:
-            more = f", any of {', '.join(self._optional)}" if self._optional else ""
-            raise ConfigError(
-                f"{what} takes {signature}; allowed: ({', '.join(self._parameters)}){more}, and a "
-                "last parameter called settings where it has any"
-            ) from None
         if parameter is None:
             return None
         cls: type = parameter.annotation

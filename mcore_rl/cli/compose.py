@@ -102,14 +102,16 @@ def compose_config(schema: type[T], arguments: Sequence[str]) -> T:
     return config
 
 
-def compose_recorded(schema: type[T], settings: Mapping[str, Any], where: str) -> T:
-    """Return the config of settings that a run has recorded; ${...} in texts is not looked up.
+def compose_recorded(schema: type[T], settings: Mapping[str, Any], where: str = "") -> T:
+    """Return the config of settings as values, as a run has recorded them or Python has set them.
+
+    ${...} in texts is not looked up.
 
     Raises:
         ConfigError: an unknown key, or a value that cannot be; the message begins with `where`.
     """
     composer = _Composer(schema)
-    composer.apply_changes(_escape_texts(settings), f"{where}: ")
+    composer.apply_changes(_escape_texts(settings), f"{where}: " if where else "")
     config = composer.build()
     assert isinstance(config, schema)
     return config

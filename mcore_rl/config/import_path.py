@@ -1,4 +1,7 @@
-"""Functions outside the package, by import path: `module:function`, `path/to/file.py:function`."""
+"""Functions outside the package, by import path: `module:function`, `path/to/file.py:function`.
+
+Objects of a Python session have names instead (python_objects.py), which are found here, too.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError, describe_error
+from mcore_rl.config.python_objects import get_object, is_object_name
 
 _refuses_imports: ContextVar[bool] = ContextVar("refuses_imports", default=False)
 
@@ -42,6 +46,8 @@ def load_object(setting: str, path: str) -> Any:
     Raises:
         ConfigError: the module cannot be imported, or has no such name; names the setting.
     """
+    if is_object_name(path):
+        return get_object(setting, path)
     where, module = _import(setting, path)
     name = path.rpartition(":")[2]
     if not hasattr(module, name):
@@ -58,6 +64,9 @@ def load_function(setting: str, path: str) -> Callable[..., Any]:
     Raises:
         ConfigError: the module cannot be imported, or has no such function; names the setting.
     """
+    if is_object_name(path):
+        named: Callable[..., Any] = get_object(setting, path)
+        return named
     where, module = _import(setting, path)
     name = path.rpartition(":")[2]
     target: Any = getattr(module, name, None)

@@ -135,6 +135,26 @@ class MegatronName(OneOf):
         return True
 
 
+class Importable(Limit):
+    """A name of a registry, which checks it, or an import path; from Python a function or class."""
+
+    def allows(self, value: Any) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "a name, or an import path"
+
+
+class RowsOf(Limit):
+    """A file, a folder or an import path, which their reader checks; from Python a list of rows."""
+
+    def allows(self, value: Any) -> bool:
+        return True
+
+    def __str__(self) -> str:
+        return "a file, a folder, or an import path"
+
+
 class PoolName(OneOf):
     """Some texts, or any name of a pool of devices."""
 

@@ -39,6 +39,7 @@ from mcore_rl.config.limits import (
     FieldsOf,
     Finite,
     Fraction,
+    Importable,
     Matches,
     MegatronName,
     MultipleOf,
@@ -50,6 +51,7 @@ from mcore_rl.config.limits import (
     PoolName,
     PositiveFloat,
     PositiveInt,
+    RowsOf,
     check_limits,
 )
 
@@ -60,6 +62,8 @@ Resume = Annotated[str, NotEmpty("'never', 'auto', or the folder of a checkpoint
 Url = Annotated[str, Matches("|[a-z][a-z0-9+.-]*://.*", "a URL, such as s3://bucket/name")]
 Pool = Annotated[str, PoolName("shared", "own")]
 ServerBackend = Annotated[str, OneOf(*SERVER_BACKENDS, contract="GenerationServer")]
+FunctionName = Annotated[str, Importable()]
+Rows = Annotated[str, RowsOf()]
 Codec = Annotated[str, OneOf(*CODECS)]
 LongRows = Annotated[str, OneOf("refuse", "drop")]
 StopTexts = list[Annotated[str, NotEmpty()]]
@@ -233,7 +237,7 @@ class CriticConfig(EngineConfig):
     model_path: str = ""
     warmup_steps: NonNegativeInt = 0  # first trainer steps, which update the critic only
     clip_range: PositiveFloat = 0.2  # maximum change of a value in an update
-    loss_aggregation: str = "token_mean"  # how token losses are averaged
+    loss_aggregation: FunctionName = "token_mean"  # how token losses are averaged
 
 
 @dataclass
@@ -371,17 +375,17 @@ class ServedModelConfig:
 class AgentConfig:
     # agent loop: single_turn, tools, environment, user, program, verifiers, or an import path
     # (docs/agents.md)
-    loop: str = "single_turn"
+    loop: FunctionName = "single_turn"
     settings: dict[str, Any] = field(default_factory=dict)  # settings of the loop
     # tools of the policy: calculator, python, search, import paths of functions or classes with
     # @tool, or a file.yaml
-    tools: list[str] = field(default_factory=list)
+    tools: list[FunctionName] = field(default_factory=list)
     search_file: str = ""  # JSONL with a column `text`, which the tool search reads
     mcp_servers: list[str] = field(default_factory=list)  # URLs or commands of MCP servers
     # sandbox of the tool python: docs/sandbox.md
     sandbox: Annotated[dict[str, Any], FieldsOf(SandboxSettings)] = field(default_factory=dict)
     # environment of loop=environment: code, countdown, guessing, openenv, or an import path
-    environment: str = ""
+    environment: FunctionName = ""
     # settings of the environment
     environment_settings: dict[str, Any] = field(default_factory=dict)
     # tokenization of turns: renderers, template, or auto
@@ -444,7 +448,7 @@ class CurriculumConfig:
 
     # policy that draws prompts: learnability, window or an import path (docs/sample_policies.md);
     # empty: each prompt once an epoch
-    name: str = ""
+    name: FunctionName = ""
     settings: dict[str, Any] = field(default_factory=dict)  # settings of the policy
     success: str = "reward"  # score that decides on success: reward, or a part of it
     min_reward: Weight = 1.0  # minimum score of a response that succeeds
@@ -456,13 +460,13 @@ class CurriculumConfig:
 @dataclass
 class DataConfig:
     # training rows: parquet, JSONL, a folder, or an import path (docs/data.md)
-    train_file: str = ""
-    train_files: list[str] = field(default_factory=list)  # several sources, instead of train_file
+    train_file: Rows = ""
+    train_files: list[Rows] = field(default_factory=list)  # several sources, instead of train_file
     # relative frequency of each of train_files; empty: each prompt of all once an epoch
     train_weights: list[PositiveFloat] = field(default_factory=list)
-    test_file: str = ""  # held-out set `test`
+    test_file: Rows = ""  # held-out set `test`
     # held-out sets, by their names in metrics: {math: math.parquet, code: code.parquet}
-    test_files: dict[PlainName, str] = field(default_factory=dict)
+    test_files: dict[PlainName, Rows] = field(default_factory=dict)
     prompt_column: str = "messages"  # column of chat messages: list of {role, content}
     answer_column: str = "answer"  # column of the ground truth, passed to the reward
     tools_column: str = ""  # column of tool schemas for the chat template; empty: none
@@ -480,14 +484,16 @@ class DataConfig:
 class RewardTerm:
     """A reward in a weighted sum."""
 
-    name: str = ""  # in the reward registry, or an import path; empty: the key in reward.terms
+    name: FunctionName = (
+        ""  # in the reward registry, or an import path; empty: the key in reward.terms
+    )
     weight: Weight = 1.0
     settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
 class RewardConfig:
-    name: str = "final_number"  # name in the reward registry, or an import path
+    name: FunctionName = "final_number"  # name in the reward registry, or an import path
     settings: dict[str, Any] = field(default_factory=dict)  # settings of the reward
     # weighted sum of rewards instead of reward.name, by their names in metrics:
     # {math: {weight: 1.0}, brief: {name: overlong, settings: {buffer_tokens: 512}}}
@@ -554,7 +560,9 @@ class ReplayConfig:
 
     share: Fraction = 0.0  # fraction of each step's groups that is taken from replay
     max_age: PositiveInt = 4  # maximum trainer steps since a group was generated
-    priority: str = "spread"  # order of replay: spread, rare_success, uniform, or an import path
+    priority: FunctionName = (
+        "spread"  # order of replay: spread, rare_success, uniform, or an import path
+    )
     # settings of `priority`
     priority_settings: dict[str, Any] = field(default_factory=dict)
 
@@ -564,7 +572,7 @@ class FilterConfig:
     """Selection of the generated samples that a step trains on: docs/sample_policies.md."""
 
     # filter of groups: drop_uniform, or an import path; empty: keep all
-    group_filter: str = ""
+    group_filter: FunctionName = ""
     # settings of `group_filter`
     group_filter_settings: dict[str, Any] = field(default_factory=dict)
     # maximum rounds of generation until trainer.prompts_per_step groups pass
@@ -575,7 +583,7 @@ class FilterConfig:
     if_short: Annotated[str, OneOf("train", "stop")] = "train"
     keep_responses: NonNegativeInt = 0  # responses of a group to train on; 0: all
     # choice of these: best, best_and_worst, max_variance, random or an import path
-    keep_by: str = "max_variance"
+    keep_by: FunctionName = "max_variance"
     # settings of `keep_by`
     keep_by_settings: dict[str, Any] = field(default_factory=dict)
     # responses that advantages compare: kept or generated
@@ -599,15 +607,15 @@ class DistillationConfig:
 class AlgorithmConfig:
     """Functions are built in, or your own: docs/algorithms.md."""
 
-    advantage: str = "grpo"  # function that computes advantages from rewards
+    advantage: FunctionName = "grpo"  # function that computes advantages from rewards
     # settings of `advantage`
     advantage_settings: dict[str, Any] = field(default_factory=dict)
     group_size: PositiveInt = 8  # responses per prompt
     filter: FilterConfig = field(default_factory=FilterConfig)
     num_mini_batches: PositiveInt = 1  # optimizer steps per trainer step
-    loss: str = "ppo_clip"  # loss of each token, without KL and entropy
+    loss: FunctionName = "ppo_clip"  # loss of each token, without KL and entropy
     loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of `loss`
-    loss_aggregation: str = "token_mean"  # how token losses are averaged
+    loss_aggregation: FunctionName = "token_mean"  # how token losses are averaged
     # settings of `loss_aggregation`
     loss_aggregation_settings: dict[str, Any] = field(default_factory=dict)
     entropy_coef: NonNegativeFloat = 0.0  # weight of the entropy bonus
@@ -625,7 +633,7 @@ class AlgorithmConfig:
     kl_target: PositiveFloat | None = None
     # samples in which the weight of the KL changes by a fifth at most
     kl_horizon: PositiveInt = 10000
-    kl_estimator: str = "k3"  # estimator of the KL from one sample
+    kl_estimator: FunctionName = "k3"  # estimator of the KL from one sample
     # settings of `kl_estimator`
     kl_estimator_settings: dict[str, Any] = field(default_factory=dict)
     # pass of log-probs before the update: always, or auto (if needed)
@@ -732,7 +740,7 @@ class WarmStartConfig:
 
     num_steps: NonNegativeInt = 0  # optimizer steps; 0: none
     batch_size: PositiveInt = 96  # samples per optimizer step
-    train_file: str = ""  # rows as of data.train_file, with the response column
+    train_file: Rows = ""  # rows as of data.train_file, with the response column
     # column of the target text; empty: the prompt column has conversations, and the assistant's
     # messages are trained on
     response_column: str = "response"
@@ -820,13 +828,13 @@ class ConversationsConfig:
     """Conversations to train on."""
 
     # training rows: parquet, JSONL, a folder, or an import path (docs/data.md)
-    train_file: str = ""
-    train_files: list[str] = field(default_factory=list)  # several sources, instead of train_file
+    train_file: Rows = ""
+    train_files: list[Rows] = field(default_factory=list)  # several sources, instead of train_file
     # relative frequency of each of train_files; empty: each row of all once an epoch
     train_weights: list[PositiveFloat] = field(default_factory=list)
-    test_file: str = ""  # held-out set `test`
+    test_file: Rows = ""  # held-out set `test`
     # held-out sets, by their names in metrics: {chat: chat.jsonl, code: code.jsonl}
-    test_files: dict[PlainName, str] = field(default_factory=dict)
+    test_files: dict[PlainName, Rows] = field(default_factory=dict)
     # column of chat messages; trained on: those of the assistant, or as a field `train` says
     messages_column: str = "messages"
     tools_column: str = ""  # column of tool schemas for the chat template; empty: none
@@ -843,13 +851,13 @@ class ConversationsConfig:
 class PairsConfig:
     """Preference pairs, in the same kinds of files."""
 
-    train_file: str = ""  # training rows with the prompt, chosen and rejected columns
-    train_files: list[str] = field(default_factory=list)  # several sources, instead of train_file
+    train_file: Rows = ""  # training rows with the prompt, chosen and rejected columns
+    train_files: list[Rows] = field(default_factory=list)  # several sources, instead of train_file
     # relative frequency of each of train_files; empty: each row of all once an epoch
     train_weights: list[PositiveFloat] = field(default_factory=list)
-    test_file: str = ""  # held-out set `test`
+    test_file: Rows = ""  # held-out set `test`
     # held-out sets, by their names in metrics: {chat: chat.jsonl, code: code.jsonl}
-    test_files: dict[PlainName, str] = field(default_factory=dict)
+    test_files: dict[PlainName, Rows] = field(default_factory=dict)
     prompt_column: str = "prompt"  # column of chat messages
     chosen_column: str = "chosen"  # column of the preferred answer: messages after the prompt
     rejected_column: str = "rejected"  # column of the other answer: messages after the prompt
@@ -920,7 +928,7 @@ class SFTConfig(TrainConfig):
 
     output_dir: OutputFolder = "outputs/sft"  # folder of all outputs; new or empty, unless resumed
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
-    loss_aggregation: str = "token_mean"  # how token losses are averaged
+    loss_aggregation: FunctionName = "token_mean"  # how token losses are averaged
 
 
 @dataclass
@@ -929,7 +937,7 @@ class DPOConfig(TrainConfig):
 
     output_dir: OutputFolder = "outputs/dpo"  # folder of all outputs; new or empty, unless resumed
     data: PairsConfig = field(default_factory=PairsConfig)
-    loss: str = "dpo"  # loss of a pair: a name, or the import path of a function
+    loss: FunctionName = "dpo"  # loss of a pair: a name, or the import path of a function
     loss_settings: dict[str, Any] = field(default_factory=dict)  # settings of `loss`
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
 

@@ -59,7 +59,8 @@ def ray_session(
     """Start a private Ray on the loopback interface of this machine; end it completely on exit.
 
     With RAY_ADDRESS set it joins that cluster instead, and all arguments except `log_to_driver`,
-    `needed` and `timeouts` have no effect. Each call of Ray inside has the limit `call_s`.
+    `needed` and `timeouts` have no effect. A Ray that this process has joined before, as a notebook
+    may have, is used as it is, and left running. Each call of Ray inside has the limit `call_s`.
 
     Args:
         temp_dir: The folder of `clean_up_on_exit`, if the session is inside of it; otherwise the
@@ -71,15 +72,16 @@ def ray_session(
     Raises:
         ConfigError: the cluster does not answer, or has less in all than `needed`.
     """
-    if ray.is_initialized():
-        raise RuntimeError("this process already has a Ray session")
     address = os.environ.get("RAY_ADDRESS")
     timeouts = timeouts or TimeoutsConfig()
     with contextlib.ExitStack() as stack:
         folder = temp_dir or stack.enter_context(clean_up_on_exit())
         start = Timeout(timeouts.start_s, "timeouts.start_s")
         limit = stack.enter_context(limit_ray_calls(start))
-        if address:
+        is_joined_before = ray.is_initialized()
+        if is_joined_before:
+            address = address or ray.get_runtime_context().gcs_address
+        elif address:
             stack.enter_context(_join_cluster(address, log_to_driver))
         else:
             session = _start_private_ray(
@@ -94,11 +96,13 @@ def ray_session(
         limit.set_timeout(Timeout(timeouts.call_s, "timeouts.call_s"))
         # The calls at the end wait for nothing but Ray itself.
         stack.callback(limit.set_timeout, Timeout(_END_S, "the end of a session"))
-        _check_resources(needed or {}, address)
+        _check_resources(needed or {}, address, is_joined_before=is_joined_before)
         yield
 
 
-def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
+def _check_resources(
+    needed: Mapping[str, float], address: str | None, *, is_joined_before: bool
+) -> None:
     """Raise ConfigError if the session has less in all than `needed`."""
     total = ray.cluster_resources()
     short = [
@@ -108,9 +112,14 @@ def _check_resources(needed: Mapping[str, float], address: str | None) -> None:
     ]
     if short:
         place = f"the Ray cluster at RAY_ADDRESS={address!r}" if address else "this machine"
+        remedy = "use a smaller layout, or start nodes with more (ray start --resources)"
+        if is_joined_before:
+            place = f"the Ray of this process, at {address}, which was started before the run,"
+            resources = {name: n for name, n in needed.items() if name not in ("CPU", "GPU")}
+            remedy = "ray.shutdown() before the run, which then starts its own"
+            remedy += f", or ray.init(resources={resources})" if resources else ""
         raise ConfigError(
-            f"{place} has too little of what the run needs: {', '.join(short)}; use a smaller "
-            "layout, or start nodes with more (ray start --resources)"
+            f"{place} has too little of what the run needs: {', '.join(short)}; allowed: {remedy}"
         )
     if address:
         _warn_of_idle_nodes(needed)

@@ -32,6 +32,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.python_objects import export_objects
 from mcore_rl.config.schema import Layout, TimeoutsConfig
 from mcore_rl.controller.dispatch import (
     CallPart,
@@ -310,9 +311,10 @@ class WorkerGroup:
         # Its reply is an argument of `build`, which Ray resolves: the driver does not wait for it.
         rendezvous = self._actors[0].open_rendezvous.remote()
         # Once for all ranks, and pickled here: `build` unpickles it where its errors are caught.
-        stored = ray.put(ray.cloudpickle.dumps(spec))
+        stored, objects = ray.put(ray.cloudpickle.dumps(spec)), ray.put(export_objects())
         built = {
-            actor.build.remote(rendezvous, stored): rank for rank, actor in enumerate(self._actors)
+            actor.build.remote(rendezvous, stored, objects): rank
+            for rank, actor in enumerate(self._actors)
         }
         self._info_call, self._rendezvous_call, self._build_call = (
             PendingCall(self, "__init__", calls, dict, self._start_timeout)

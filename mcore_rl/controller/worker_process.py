@@ -10,7 +10,7 @@ import os
 import socket
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import ray
 
 from mcore_rl.config.errors import ConfigError, DiedError, PeerError
+from mcore_rl.config.python_objects import import_objects
 from mcore_rl.controller.compilers import prepare_compilers
 from mcore_rl.controller.dispatch import ANY_COLUMNS, Registration, get_registered_methods
 from mcore_rl.controller.node import NODE, redirect_output
@@ -141,12 +142,13 @@ class WorkerProcess:
 
         return _catch_failure(serve)
 
-    def build(self, rendezvous: Reply, spec: bytes) -> Reply:
+    def build(self, rendezvous: Reply, spec: bytes, objects: Mapping[str, bytes]) -> Reply:
         """Create the worker; close an earlier one.
 
         Args:
             rendezvous: The reply of rank 0 to `open_rendezvous`.
             spec: A pickled `WorkerSpec`. Unpickling imports torch, which must not happen earlier.
+            objects: Functions of the driver's Python session, by name (config/python_objects.py).
         """
         if rendezvous.failure is not None:
             return rendezvous
@@ -154,6 +156,7 @@ class WorkerProcess:
 
         def create() -> None:
             prepare_compilers()
+            import_objects(objects)
             if self._worker is not None:
                 self._worker.close()
                 self._worker = None  # its memory is free before the next worker takes any

@@ -33,6 +33,7 @@ from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.import_path import load_user_function
 from mcore_rl.config.json_file import MAX_BYTES as MAX_LINE_BYTES
 from mcore_rl.config.json_file import parse_json_object, read_json_object
+from mcore_rl.config.python_objects import is_object_name
 from mcore_rl.config.regular_file import check_regular, find_below, open_regular_fd
 
 ALLOWED = (
@@ -121,7 +122,8 @@ def open_rows(name: str | Path, setting: str) -> RowSource:
     """
     path, source = Path(name), f"{setting}={str(name)!r}"
     rows: RowSource
-    if not path.exists() and re.fullmatch(_IMPORT_PATH, str(name)):
+    is_function = is_object_name(str(name)) or re.fullmatch(_IMPORT_PATH, str(name))
+    if not path.exists() and is_function:
         rows = _FunctionRows(source, load_user_function(setting, str(name)))
     else:
         check_exists(setting, name)

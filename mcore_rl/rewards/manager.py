@@ -7,6 +7,7 @@ import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from mcore_rl.config.checks import check_positive
@@ -22,6 +23,7 @@ from mcore_rl.rewards.processes import (
     ProcessDiedError,
     RewardProcessPool,
     call_in_thread,
+    encode_objects,
     wait_within,
 )
 from mcore_rl.rewards.registry import (
@@ -66,6 +68,7 @@ class _Term:
     limit_s: float
     limit_key: str  # setting of limit_s
     parameters: frozenset[str]
+    num_positional: int  # of text, fields and finish_reason, or of lists of them
     runs_in_thread: bool
     processes: RewardProcessPool | None
     remote: RemoteReward | None
@@ -90,6 +93,8 @@ class _Term:
             return result
         if isinstance(result, Exception):
             return self.describe_failure(result)
+        if isinstance(result, Real):
+            result = {"reward": result}
         if fault := find_fault(result, turn_lengths):
             return _Failure(f"returned {fault}")
         values: dict[str, Any] = dict(result)  # type: ignore[call-overload]
@@ -214,6 +219,7 @@ class RewardManager:
                 "settings": term.settings,
                 "modules": options.modules,
                 "memory_mb": options.memory_mb,
+                "objects": encode_objects(term.name),
             }
             processes = RewardProcessPool(message, self._config.num_processes)
         timeout_s: float | None = getattr(settings, "timeout_s", None)
@@ -230,6 +236,7 @@ class RewardManager:
             limit_s=limit_s,
             limit_key="reward.timeout_s" if timeout_s is None else f"{key}.settings.timeout_s",
             parameters=parameters,
+            num_positional=registry.count_parameters(term.name),
             runs_in_thread=may_block and options is None,
             processes=processes,
             remote=self._build_remote(key, settings, limit_s) if is_remote else None,
@@ -321,7 +328,8 @@ class RewardManager:
 
     async def _call(self, term: _Term, arguments: Mapping[str, Any]) -> object:
         """Return what one call returns, or why it failed."""
-        positional = [arguments[name] for name in ("text", "fields", "finish_reason")]
+        names = ("text", "fields", "finish_reason")[: term.num_positional]
+        positional = [arguments[name] for name in names]
         has_post = term.remote is not None or bool(term.served_by)
         post = term.remote.post if term.remote else self.models.get(term.served_by)
         available = {**arguments, "post": post} if has_post else arguments
@@ -396,8 +404,8 @@ def _is_async(function: Reward) -> bool:
 
 def _describe_error(reason: str, sample: Sample, text: str, where: str) -> str:
     return (
-        f"{reason}; it must return a dict of finite numbers, with 'reward' and the same keys for "
-        f"every response. It was asked about {where}, with the fields "
+        f"{reason}; it must return a finite number, or a dict of them with 'reward' and the same "
+        f"keys for every response. It was asked about {where}, with the fields "
         f"{shorten_repr(sample.fields)} and "
         f"the response {shorten_repr(text)}"
     )

@@ -4,8 +4,8 @@ A process calls one reward, and is killed and replaced when a call takes too lon
 own limit is a signal, which only a main thread gets, and never while code does not return to the
 interpreter.) A process runs this module, and reads and writes a line of JSON per message:
 
-{"name": ..., "settings": {...}, "modules": [...], "memory_mb": ..., "path": [...]}
-                                        the first message; the answer is {}, or {"error": ...}
+{"name": ..., "settings": {...}, "modules": [...], "memory_mb": ..., "objects": {...},
+"path": [...]}                          the first message; the answer is {}, or {"error": ...}
 {"given": [...], "optional": {...}, "timeout_s": ...}
                                         a call; the answer is {"error": ...} or
 {"result": ..., "errors": {...}}        with the `errors` of items of a batched result
@@ -14,6 +14,7 @@ interpreter.) A process runs this module, and reads and writes a line of JSON pe
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import importlib
 import json
@@ -29,6 +30,7 @@ from typing import Any, TypeVar
 
 import psutil
 
+from mcore_rl.config.python_objects import export_objects, import_objects
 from mcore_rl.rewards.registry import describe_exception, get_reward, shorten_repr
 
 T = TypeVar("T")
@@ -99,7 +101,7 @@ class RewardProcessPool:
     """Up to `limit` processes of a reward, started on demand. All calls are of one event loop."""
 
     def __init__(self, reward: Mapping[str, Any], limit: int) -> None:
-        """Take the first message of the processes: name, settings, modules, memory_mb."""
+        """Take the first message of the processes: name, settings, modules, memory_mb, objects."""
         self._reward = reward
         self._idle: list[Process] = []
         self._slots = asyncio.Semaphore(limit)
@@ -229,8 +231,15 @@ def main() -> None:
         print(answer, file=answers, flush=True)
 
 
+def encode_objects(name: str) -> dict[str, str]:
+    """Return the function of a Python session, if `name` is that of one, as text for JSON."""
+    pickles = export_objects(name)
+    return {name: base64.b64encode(data).decode() for name, data in pickles.items()}
+
+
 def _load_reward(message: Mapping[str, Any]) -> Callable[..., Any]:
     sys.path += [folder for folder in message["path"] if folder not in sys.path]
+    import_objects({n: base64.b64decode(data) for n, data in message["objects"].items()})
     for module in message["modules"]:
         importlib.import_module(module)
     return get_reward(message["name"], message["settings"])

@@ -1,11 +1,11 @@
 """Registry of rewards, by name or by import path, and decorators for their functions.
 
-A reward reads the text of a response, the fields of its prompt and its finish reason. The text is
-the answer, behind the thoughts of a reasoning model, unless reward.text=response; `turns` have all.
-It returns a dict of finite numbers, with the total under "reward" and other metrics under other
-names, the same names for every response. "turn_rewards" may be a list: the share of the total of
-each turn of the policy. "token_rewards" may be a list of lists: the share of each token of each
-turn.
+A reward reads the text of a response, the fields of its prompt and its finish reason, or only the
+first or the first two of these. The text is the answer, behind the thoughts of a reasoning model,
+unless reward.text=response; `turns` have all. It returns a finite number, or a dict of them with
+the total under "reward" and other metrics under other names, the same names for every response.
+"turn_rewards" may be a list: the share of the total of each turn of the policy. "token_rewards" may
+be a list of lists: the share of each token of each turn.
 
 A batched reward takes the lists `texts`, `fields` and `finish_reasons` of some or all responses to
 one prompt, and returns a list of such results; an exception in the list fails that response only.
@@ -57,7 +57,7 @@ TURN_REWARDS = "turn_rewards"  # in a result: a number per turn
 TOKEN_REWARDS = "token_rewards"  # in a result: a list per turn, with a number per token
 _MAX_SHOWN = 200  # characters of a response or of its fields in an error
 _REWARDS: Registry[Reward] = Registry(
-    "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL
+    "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL, 1
 )
 _BUILT_IN = ("code", "length", "math", "remote", "text")  # modules that register rewards
 
@@ -219,7 +219,7 @@ def build_answer_error(answer: object, name: str, allowed: str) -> ConfigError:
 def find_fault(result: object, turn_lengths: Sequence[int]) -> str:
     """Describe why a reward's result is invalid for turns of so many tokens; "" if it is valid."""
     if not isinstance(result, Mapping):
-        return f"{shorten_repr(result)}, which is no dict but {type(result).__name__}"
+        return f"{shorten_repr(result)}, which is no number and no dict but {type(result).__name__}"
     if "reward" not in result:
         return f"a dict without 'reward', with the keys {shorten_repr(list(result))}"
     for name, value in result.items():

@@ -12,6 +12,7 @@ from mcore_rl import testing
 from mcore_rl.agents.runner import try_out
 from mcore_rl.config.event_loop import run_coroutine
 from mcore_rl.config.schema import AgentConfig
+from mcore_rl.examples.tasks import tiny_model
 from tests.notebook import run_in_cell
 
 PAGE = Path(__file__).parents[2] / "docs" / "library.md"
@@ -83,3 +84,49 @@ def test_a_run_that_has_ended_is_read_by_phase(tmp_path):
     result = mcore_rl.load_run(tmp_path)
     assert (result.summary["wall_s"], [row["reward"] for row in result.metrics]) == (3.0, [0.5])
     assert len(result.warm_start) == 1 and result.checkpoint == tmp_path / "checkpoint"
+
+
+def test_metrics_are_a_plot_and_a_data_frame(tmp_path):
+    rows = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": 0.75, "eval/test/reward": 1.0}]
+    result = mcore_rl.RunResult(tmp_path, {}, rows, [])
+    figure = result.plot("reward", "eval/test/reward")
+    assert [(line.name, line.x, line.y) for line in figure.data] == [
+        ("reward", (1, 2), (0.5, 0.75)), ("eval/test/reward", (2,), (1.0,))
+    ]  # fmt: skip
+    assert result.to_pandas()["reward"].to_dict() == {1: 0.5, 2: 0.75}
+    with pytest.raises(mcore_rl.ConfigError, match=r"has no metric 'rewards'; it has: \['eval/te"):
+        result.plot("rewards")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tiny_model.save_checkpoint(folder, tiny_model.train_tokenizer(["user\n2 + 3?"] * 9), seed=0)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"settings": {"trainer.num_step": 3}}, "unknown setting 'trainer.num_step'; did you mea"),
+        ({"settings": {"trainer.num_steps": "three"}}, "trainer.num_steps='three'; allowed: a who"),
+        ({"settings": {"rollout": {"tp": 2}}}, "rollout is a group of settings; set one of: "),
+        ({"reward": 3}, "reward.name='3' is unknown; allowed: "),
+        (
+            {"data": 3},
+            "data.train_file is a int; allowed: a file or folder, an import path, a list",
+        ),
+        ({"data": []}, "data.train_file='<python>:train_file' has no rows"),
+        ({"data": [{"text": "2 + 3?"}]}, "data.train_file='<python>:train_file': row 0 has no co"),
+        ({"model": "no_such_folder"}, "model.path='no_such_folder' does not exist"),
+    ],
+)
+def test_grpo_refuses_what_it_cannot_take(model, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    rows = [{"messages": [{"role": "user", "content": "2 + 3?"}], "answer": "5"}]
+    lengths = {"data.max_prompt_tokens": 64, "rollout.max_response_tokens": 64}
+    settings = lengths | arguments.pop("settings", {})
+    arguments = {"model": model, "reward": lambda text: 1.0, "data": rows} | arguments
+    with pytest.raises(mcore_rl.ConfigError) as raised:
+        mcore_rl.grpo(**arguments, settings=settings)
+    assert str(raised.value).startswith(message)

@@ -143,7 +143,7 @@ def test_a_worker_is_built_in_that_environment_on_a_node_with_gpus(
     monkeypatch.setattr("os.environ", dict(before))
     meeting = RendezvousEndpoint("127.0.0.1", 1, "token")
     rank = WorkerProcess("rollout", 0)
-    reply = rank.build(Reply(meeting), cloudpickle.dumps((Worker, (), {})))
+    reply = rank.build(Reply(meeting), cloudpickle.dumps((Worker, (), {})), {})
     assert reply.failure is None
     environment = rank._worker.environment
     assert (

@@ -28,7 +28,16 @@ def words(text, fields, finish_reason, settings: Settings):
     return {"reward": settings.per_token * len(text.split())}
 
 def text_only(text):
-    return {"reward": 0.0}
+    return len(text)
+
+def text_and_fields(text, fields):
+    return float(len(text))
+
+def batched_texts(texts):
+    return [len(text) for text in texts]
+
+def takes_nothing():
+    return 0.0
 
 together = []
 
@@ -112,9 +121,9 @@ def test_numbers_of_any_kind_come_back_as_floats(monkeypatch):
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        (0.5, "returned 0.5, which is no dict but float"),
-        (None, "returned None, which is no dict but NoneType"),
-        ("text", "returned 'text', which is no dict but str"),
+        (float("nan"), "returned nan for 'reward', which is no finite number"),
+        (None, "returned None, which is no number and no dict but NoneType"),
+        ("text", "returned 'text', which is no number and no dict but str"),
         ({"score": 1.0}, "returned a dict without 'reward', with the keys ['score']"),
         ({"reward": float("nan")}, "returned nan for 'reward', which is no finite number"),
         ({"reward": 1.0, "x": -np.inf}, "returned -inf for 'x', which is no finite number"),
@@ -135,7 +144,7 @@ def test_a_wrong_answer_names_the_reward_the_row_and_what_must_come_back(
     with pytest.raises(RewardError) as raised:
         judge(monkeypatch, answer)
     line = str(raised.value)
-    assert line.startswith(f"reward.name='for_tests' {message}; it must return a dict of finite")
+    assert line.startswith(f"reward.name='for_tests' {message}; it must return a finite number")
     assert "with 'reward' and the same keys for every response." in line
     assert "about row 3 of the data, with the fields {'answer': '7'} and the response" in line
     assert "'so #### 12so" in line and len(line) < 700
@@ -157,8 +166,16 @@ def test_a_reward_outside_of_the_package_has_settings_and_is_checked_alike(user_
         compute_rewards(RewardConfig(user_path("words"), {"per_token": 1e308}), ["a word"])
     with pytest.raises(ConfigError, match=r"reward.settings.per_word is no setting of rew"):
         RewardManager(RewardConfig(user_path("words"), {"per_word": 0.5}))
-    with pytest.raises(ConfigError, match=r"takes \(text\); allowed: \(text, fields, fin"):
-        RewardManager(RewardConfig(user_path("text_only")))
+    with pytest.raises(
+        ConfigError, match=r"takes \(\); allowed: \(text, fields, finish_reason\) or"
+    ):
+        RewardManager(RewardConfig(user_path("takes_nothing")))
+
+
+@pytest.mark.parametrize("name", ["text_only", "text_and_fields", "batched_texts"])
+def test_a_reward_may_take_the_text_alone_and_return_a_number(user_path, name):
+    [sample] = compute_rewards(RewardConfig(user_path(name)), ["seven"])
+    assert (sample.reward, sample.reward_parts) == (5.0, {})
 
 
 def test_async_calls_are_made_at_the_same_time(user_path):

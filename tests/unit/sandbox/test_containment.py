@@ -230,10 +230,10 @@ def test_memory_of_all_processes_together(place, name):
 @in_each_place
 def test_a_program_that_sleeps(place):
     start = time.monotonic()
-    result = require(place).run("print('here', flush=True)\nimport time\ntime.sleep(600)", wall_s=1)
+    result = require(place).run("print('here', flush=True)\nimport time\ntime.sleep(600)", wall_s=3)
     assert (result.status, result.stdout, result.exit_code) == ("timeout", "here\n", 137)
-    assert 1 <= result.wall_s < 10
-    assert time.monotonic() - start < 20
+    assert 3 <= result.wall_s < 13
+    assert time.monotonic() - start < 23
 
 
 @in_each_place
