@@ -29,6 +29,7 @@ KINDS = {
     "servers": (r"mcore-rl servers .*", "cli/test_servers"),
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
+    "package": (r"pip (wheel|install) .*", "repo/test_package"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
     "calibration": (
@@ -44,7 +45,7 @@ KINDS = {
     "tests": (r"pytest\b.*", "repo/test_lanes"),
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run
 }
-NEEDS = {"GPUs", "a cluster", "TRL 1.16", "verifiers 0.4"}
+NEEDS = {"GPUs", "a cluster", "an index of images", "TRL 1.16", "verifiers 0.4"}
 
 
 @dataclass(frozen=True, slots=True)

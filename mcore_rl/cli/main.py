@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.packages import EXTRAS, describe_missing
 from mcore_rl.controller.process_cleanup import EXIT_STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.process import record_start, skip_gc_at_exit
@@ -117,6 +118,10 @@ def run_command(name: str, arguments: list[str]) -> int:
         return _report(name, str(error), 1)
     except RunStopped as error:
         return _report(name, str(error), EXIT_STOPPED)
+    except ModuleNotFoundError as error:
+        if (package := (error.name or "").partition(".")[0]) not in EXTRAS:
+            raise
+        return _report(name, describe_missing(package), 2)
     except OSError as error:
         if error.filename is None or error.strerror is None:  # no file of the user's: a defect
             raise

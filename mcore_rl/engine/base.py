@@ -29,6 +29,7 @@ from mcore_rl.config.allowed import BACKENDS
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.import_path import is_import_path, load_object
+from mcore_rl.config.packages import check_installed
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig
 from mcore_rl.data.batch import Batch
 from mcore_rl.engine.steps import reduce_logprob_gaps
@@ -389,6 +390,7 @@ class Backend:
             (EngineSpec.images_folder). Without, data.images_column is refused.
         family: model.family where the settings name none: "transformers" for an engine that builds
             any architecture of that package; "" for the families of this one alone.
+        package: A package that only some extras install, and that the ranks import; "" for none.
     """
 
     engines: Mapping[str, type[BaseEngine]]
@@ -398,6 +400,7 @@ class Backend:
     rank_environment: Callable[[Layout, str], dict[str, str]] = _need_no_variables
     takes_images: bool = False
     family: str = ""
+    package: str = ""
 
     @property
     def shard_format(self) -> ShardFormat:
@@ -472,6 +475,12 @@ def check_engine_settings(
             f"images; allowed: {key}.backend='fsdp', or data.images_column=''"
         )
     backend.check_settings(key, engine, device)
+
+
+def check_engine_package(key: str, engine: EngineConfig) -> None:
+    """Raise ConfigError if the package of an engine is not installed. A plan needs none."""
+    package = load_backend(engine, key).package
+    check_installed(f"{key}.backend={engine.backend!r}", package, "'fsdp'")
 
 
 def list_unread_settings(

@@ -181,11 +181,13 @@ class GenerationServer(ABC):
     Attributes:
         engine_name: Name in errors: "... has died".
         display_name: Name in plans: "2 ... servers". "" is that of the class in the setting.
+        package: A package that only some extras install, and that the server imports; "" for none.
     """
 
     features: ClassVar[ServerFeatures] = ServerFeatures()
     engine_name: ClassVar[str] = "the server"
     display_name: ClassVar[str] = ""
+    package: ClassVar[str] = ""
 
     def __init__(self, spec: ServerSpec) -> None:
         """Check the arguments; start nothing. Raises ConfigError."""

@@ -8,11 +8,13 @@ from types import MappingProxyType
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path, load_user_class
+from mcore_rl.config.packages import check_installed
 from mcore_rl.config.schema import RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import GenerationServer, ServerFeatures, ServerSpec
 
 # Of `vllm serve` on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2935).
 DEFAULT_MAX_SEQS, DEFAULT_BATCHED_TOKENS = 1024, 8192
+EXAMPLE = "mcore_rl.examples.hf_server:HFServer"  # of transformers alone
 # Imported on use: a run with servers of a user's own needs no vLLM.
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {
@@ -93,6 +95,12 @@ def check_server_settings(
     server_class.check_settings(settings, key)
     server_class.check_device(settings, key, device)
     return features
+
+
+def check_server_package(settings: RolloutConfig, key: str = "rollout") -> None:
+    """Raise ConfigError if the package of a backend is not installed. A plan needs none."""
+    package = load_server_class(settings, key).package
+    check_installed(f"{key}.backend={settings.backend!r}", package, repr(EXAMPLE))
 
 
 def check_adapter_rank(setting: str, rank: int, servers: RolloutConfig) -> None:

