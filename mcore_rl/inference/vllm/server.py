@@ -68,8 +68,7 @@ if TYPE_CHECKING:
 
 _DTYPES = ("float32", "bfloat16")
 # vLLM's settings for log-probs of a prompt. Cached prompt tokens would have no log-probs.
-_SCORING: dict[str, Any] = {"max_tokens": 1, "prompt_logprobs": 1}
-_SCORING["skip_reading_prefix_cache"] = True
+_SCORING: Any = {"max_tokens": 1, "prompt_logprobs": 1, "skip_reading_prefix_cache": True}
 
 
 class VLLMServer(GenerationServer):
