@@ -125,5 +125,5 @@ def _add_subcommand(
 
 
 def _format_examples(*examples: str) -> str:
-    commands = [wrap_command(example.split(), "  mcore-rl data") for example in examples]
+    commands = [wrap_command(["mcore-rl", "data", *text.split()], "  ") for text in examples]
     return "\n".join(["examples:", *(line for lines in commands for line in lines)])
