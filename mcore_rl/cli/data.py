@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         make_data.make_published(options.name, options.input, options.output, instruction)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     examples = [f"{name} {publisher.example}" for name, publisher in PUBLISHERS.items()]
     parser = Parser(
         prog="mcore-rl data",
