@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Table
@@ -201,6 +203,46 @@ def show_line(line: str, console: Console | None = None) -> None:
         )
         lines = wrapper.wrap(lines[0]) or [""]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_rows(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console, *, num_texts: int
+) -> None:
+    """Print a table whose first `num_texts` columns are texts, and the others numbers.
+
+    Texts are wrapped between words. Where the screen is too narrow for the table even so, each row
+    is a paragraph instead, under its first text.
+    """
+    table = Table(box=None, pad_edge=False)
+    for index, (heading, *texts) in enumerate(zip(headings, *rows, strict=True)):
+        longest = max((len(word) for text in (heading, *texts) for word in text.split()), default=0)
+        table.add_column(
+            heading, justify="left" if index < num_texts else "right", min_width=longest
+        )
+    for row in rows:
+        table.add_row(*map(escape, row))
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, table).minimum <= console.width:
+        console.print(table, highlight=False)
+        return
+    for name, *texts in rows:
+        facts = zip(headings[1:], texts, strict=True)
+        show_paragraph(name, [f"{heading} {text}" for heading, text in facts if text], console)
+
+
+def show_paragraph(heading: str, parts: Sequence[str], console: Console) -> None:
+    """Print a heading, and beneath it parts that are wrapped between them where possible."""
+    joined = [" ".join(part.split()).replace(" ", "\0") for part in parts]
+    lines = textwrap.wrap(
+        ", ".join(joined),
+        console.width,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
+    show_line(heading, console)
+    for line in lines:
+        show_line(line.replace("\0", " "), console)
 
 
 def show_commands(

@@ -14,6 +14,7 @@ from mcore_rl.observability.console import (
     StepProgress,
     StepReport,
     print_before_after,
+    print_rows,
     show_commands,
     show_waiting,
 )
@@ -143,6 +144,47 @@ def test_on_a_terminal_a_wait_shows_its_seconds():
 
 SETS = [f"data.sets.s{number}=f.jsonl" for number in range(9)]
 TEXTS = ["reward.settings={digits: 3, text: 'a  b'}", "x" * 70, "y" * 71, "z" * 72]
+HEADINGS, ROW = ("moment", "ranks", "weights", "all"), ("update: actor", "0-1, 4", "1.5", "31.5")
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (
+            40,
+            """\
+moment         ranks   weights   all
+update: actor  0-1, 4      1.5  31.5
+[x]            0                 2.0
+""",
+        ),
+        (
+            33,
+            """\
+moment      ranks   weights   all
+update:     0-1, 4      1.5  31.5
+actor                            \n\
+[x]         0                 2.0
+""",
+        ),
+        (
+            26,
+            """\
+update: actor
+  ranks 0-1, 4,
+  weights 1.5, all 31.5
+[x]
+  ranks 0, all 2.0
+""",
+        ),
+    ],
+)
+def test_rows_are_a_table_or_where_its_words_do_not_fit_paragraphs(columns, shown):
+    to, written = console(terminal=False, width=columns)
+    print_rows(HEADINGS, [ROW, ("[x]", "0", "", "2.0")], to, num_texts=2)
+    assert written.getvalue() == shown
+
+
 COMMANDS = [
     ["mcore-rl", "samples", "outputs/it's mine"],
     ["mcore-rl", "eval", f"model.path=/{40 * 'long'}", *SETS, *TEXTS],
