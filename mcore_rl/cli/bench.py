@@ -67,7 +67,7 @@ def _print_json(report: object) -> None:
     print()
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl bench", description="Benchmarks on this machine.")
     benchmarks = parser.add_subparsers(dest="command", required=True, metavar="reshard|data-plane")
     add = benchmarks.add_parser("reshard", description=_RESHARD).add_argument

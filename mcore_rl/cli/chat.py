@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import logging
 import os
 import warnings
@@ -62,7 +61,7 @@ def _silence_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl chat", description=_ABOUT)
     add = parser.add_argument
     add("model", metavar="DIR", help="Hugging Face checkpoint, or the output_dir of a run")

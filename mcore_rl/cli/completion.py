@@ -85,14 +85,19 @@ def _list_candidates(before: Sequence[str], current: str) -> Iterator[str]:
         yield from (*command_line.COMMANDS, *command_line.OPTIONS)
         return
     name = before[0]
-    if name in SCHEMAS and not current.startswith("-"):
-        yield from _list_settings(name, current, is_topic="-h" in before or "--help" in before)
-    if name not in command_line.COMMANDS or (name in SCHEMAS and current[:1] not in ("", "-")):
+    if name not in command_line.COMMANDS:
         return
     parser = command_line.load_command(name).build_parser()
     for word in before[1:]:
         parser = _get_subcommands(parser).get(word, parser)
-    yield from _list_arguments(parser, before[-1], current)
+    if (option := parser.find_option(before[-1])) is not None:
+        yield from _list_option_values(option, current)
+        return
+    if name in SCHEMAS and not current.startswith("-"):
+        yield from _list_settings(name, current, is_topic="-h" in before or "--help" in before)
+        if current:
+            return
+    yield from _list_arguments(parser, current)
 
 
 def _list_settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
@@ -115,12 +120,8 @@ def _list_settings(name: str, current: str, *, is_topic: bool) -> Iterator[str]:
                     yield from (f"{key}={value}" for value in list_choices(setting))
 
 
-def _list_arguments(parser: argparse.ArgumentParser, last: str, current: str) -> Iterator[str]:
-    """Yield the values of the option `last`, or the subcommands, choices and options."""
-    options = [a for a in parser._actions if last in a.option_strings and a.nargs != 0]
-    if options:
-        yield from _list_option_values(options[0], last, current)
-        return
+def _list_arguments(parser: Parser, current: str) -> Iterator[str]:
+    """Yield the subcommands, choices and options."""
     yield from _get_subcommands(parser)
     takes_path = any(a.metavar in _PATHS and not a.option_strings for a in parser._actions)
     if takes_path and not current.startswith("-"):
@@ -131,18 +132,19 @@ def _list_arguments(parser: argparse.ArgumentParser, last: str, current: str) ->
         yield from (name for name in action.option_strings if name.startswith("--"))
 
 
-def _list_option_values(action: argparse.Action, option: str, current: str) -> Iterator[str]:
+def _list_option_values(action: argparse.Action, current: str) -> Iterator[str]:
     """Yield the values of an option: the axes of a layout, or the names that its help lists."""
-    if option in _AXES:
+    axes = [_AXES[name] for name in action.option_strings if name in _AXES]
+    if axes:
         done, comma, _ = current.rpartition(",")
         given = [part.partition("=")[0] for part in done.split(",")]
-        free = [field.name for field in fields(_AXES[option]) if field.name not in given]
+        free = [field.name for field in fields(axes[0]) if field.name not in given]
         yield from (f"{done}{comma}{name}=" for name in free)
     elif isinstance(action.metavar, str) and "|" in action.metavar:
         yield from action.metavar.split("|")
 
 
-def _get_subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def _get_subcommands(parser: Parser) -> dict[str, Parser]:
     return {
         name: subparser
         for action in parser._actions

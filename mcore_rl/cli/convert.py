@@ -52,7 +52,7 @@ def _run(command: str, options: dict[str, Any]) -> int:
     return 0
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl convert", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     to_mcore = commands.add_parser("hf-to-mcore", help="Hugging Face to Megatron checkpoint")

@@ -46,7 +46,7 @@ def main(arguments: list[str]) -> None:
         make_data.make_published(options.name, options.input, options.output, instruction)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     examples = [f"{name} {publisher.example}" for name, publisher in PUBLISHERS.items()]
     parser = Parser(
         prog="mcore-rl data",
@@ -125,5 +125,5 @@ def _add_subcommand(
 
 
 def _format_examples(*examples: str) -> str:
-    commands = [wrap_command(example.split(), "  mcore-rl data") for example in examples]
+    commands = [wrap_command(["mcore-rl", "data", *text.split()], "  ") for text in examples]
     return "\n".join(["examples:", *(line for lines in commands for line in lines)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -112,7 +111,7 @@ def parse_ports(text: str) -> tuple[int, ...]:
     return tuple(ports)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl doctor", description=_ABOUT)
     add = parser.add_argument
     add("--output-dir", type=Path, default=Path("outputs"), help="of the run; default: outputs")

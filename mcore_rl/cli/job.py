@@ -97,11 +97,10 @@ class JobCommand:
     add_options: Callable[[Parser], None] = lambda parser: None
 
     def main(self, arguments: list[str]) -> None:
-        flags = [argument for argument in arguments if argument.startswith("-")]
-        words = [argument for argument in arguments if not argument.startswith("-")]
         parser, schema = self.build_parser(), SCHEMAS[self.name]
-        _refuse_settings(flags, schema)
-        options = parser.parse_args(flags)
+        _refuse_dashes(arguments, schema)
+        options = parser.parse_args(arguments)
+        words = options.settings
         if options.help:
             print_text(self._format_help(parser, [word for word in words if "=" not in word]))
             return
@@ -131,6 +130,7 @@ class JobCommand:
         usage = f"mcore-rl {self.name} [recipe=NAME|PATH] [key=value ...] [OPTION]"
         parser = Parser(prog=f"mcore-rl {self.name}", usage=usage, add_help=False)
         add = parser.add_argument
+        add("settings", nargs="*", help=argparse.SUPPRESS)
         about = "help; with a group such as model, only that"
         add("-h", "--help", action="store_true", help=about)
         add("--dry-run", action="store_true", help="check all inputs, show roles and layouts")
@@ -179,9 +179,9 @@ def list_choices(setting: Setting) -> Sequence[str]:
     return names
 
 
-def _refuse_settings(flags: Sequence[str], schema: type) -> None:
+def _refuse_dashes(arguments: Sequence[str], schema: type) -> None:
     known = list_setting_names(schema)
-    for flag in flags:
+    for flag in (argument for argument in arguments if argument.startswith("-")):
         key = flag.lstrip("-").partition("=")[0]
         if key in known or key == "recipe":
             raise ConfigError(f"{flag}: settings have no dashes; use {key}=VALUE")
@@ -226,7 +226,7 @@ def _wrap(text: str, indent: str) -> list[str]:
 
 
 def _add_memory_options(parser: Parser) -> None:
-    about = "with --dry-run: roles on such nodes and, of rl, what a weight sync moves, as in =8"
+    about = "with --dry-run: roles on such nodes and, of rl, what a weight sync moves"
     parser.add_argument("--gpus-per-node", type=int, metavar="N", help=about)
     about = "with --gpus-per-node: how many nodes there are; prints which stay idle"
     parser.add_argument("--num-nodes", type=int, metavar="N", help=about)

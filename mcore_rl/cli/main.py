@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import os
 import signal
 import sys
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.packages import EXTRAS, describe_missing
 from mcore_rl.controller.process_cleanup import EXIT_STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.observability.process import record_start, skip_gc_at_exit
+
+if TYPE_CHECKING:
+    from mcore_rl.cli.options import Parser
 
 COMMANDS = {
     "rl": "reinforcement learning: mcore-rl rl recipe=quickstart [key=value ...]",
@@ -48,7 +50,7 @@ class Command(Protocol):
 
     def main(self, arguments: list[str], /) -> int | None: ...
 
-    def build_parser(self) -> argparse.ArgumentParser: ...
+    def build_parser(self) -> Parser: ...
 
 
 def main() -> int:

@@ -67,13 +67,34 @@ class Parser(argparse.ArgumentParser):
             for name in (arg.partition("=")[0] for arg in args or () if arg.startswith("--")):
                 if not any(option.startswith(name) for option in known):
                     self._refuse("option", name, known)
+        if any(action.dest == "settings" for action in self._actions):
+            args = self._move_settings(args or ())
         options, rest = super().parse_known_args(args, namespace)
-        if isinstance(getattr(options, "settings", None), list):
-            options.settings += [word for word in rest if not word.startswith("-")]
-            rest = [word for word in rest if word.startswith("-")]
         if rest:
             self._refuse("argument", rest[0], known)
         return options, rest
+
+    def _move_settings(self, args: Sequence[str]) -> list[str]:
+        """Return the words with the settings first: argparse takes those of one place only."""
+        settings, flags = [], []
+        option: argparse.Action | None = None  # whose values may follow
+        for word in args:
+            if word.startswith("-"):
+                flags.append(word)
+                option = None if "=" in word else self.find_option(word)
+            elif option is not None and (option.nargs is None or "=" not in word):
+                flags.append(word)
+                option = option if option.nargs else None
+            else:
+                settings.append(word)
+        return [*settings, *flags]
+
+    def find_option(self, word: str) -> argparse.Action | None:
+        """Return the option that a word names, or its first letters, if it takes a value."""
+        names = self._option_string_actions
+        matches = [name for name in names if len(word) > 2 and name.startswith(word)]
+        option = names.get(word) or (names[matches[0]] if matches else None)
+        return option if option is not None and option.nargs != 0 else None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:

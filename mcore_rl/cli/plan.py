@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
     return PLAN_COMMANDS[options.command].run(options)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl plan", description="Plans of a run, without a GPU.")
     names = "|".join(PLAN_COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True, metavar=names)

@@ -72,7 +72,7 @@ def _write_trace(runs: list[Path], options: argparse.Namespace) -> None:
     print(f"{options.trace}: {len(steps)} steps; open it in ui.perfetto.dev or chrome://tracing")
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl report", description=_ABOUT)
     add = parser.add_argument
     add("run", metavar="RUN", nargs="+", help="the output_dir of a run, also while it goes on")

@@ -79,7 +79,7 @@ def _explain_empty(options: argparse.Namespace) -> str:
     )
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl samples", description=_ABOUT)
     add = parser.add_argument
     add("run", metavar="RUN", help="the output_dir of a run, also while it goes on")

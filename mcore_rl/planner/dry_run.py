@@ -40,7 +40,7 @@ from mcore_rl.observability.console import get_stdout_console, show_line, show_w
 from mcore_rl.planner.cluster import compute_sync_traffic, fold_node_roles, list_node_roles
 from mcore_rl.planner.memory import Conditions
 from mcore_rl.planner.memory_check import check_memory, find_device
-from mcore_rl.planner.report import build_table, format_ranks, print_memory
+from mcore_rl.planner.report import format_ranks, print_memory, print_sizes
 from mcore_rl.planner.roles import RolePlan, fold_stages, plan_roles
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
@@ -179,7 +179,7 @@ def print_role(plan: RolePlan, console: Console) -> None:
         "KV cache\nGB": [stage.cache_bytes for stage in stages],
     }
     rows = [(format_ranks(s.ranks), s.layers, f"{s.parameters:,}") for s in stages]
-    console.print(build_table(("ranks", "hold", "parameters"), rows, sizes))
+    print_sizes(("ranks", "hold", "parameters"), rows, sizes, console)
 
 
 def _describe_cluster(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
-from mcore_rl.observability.console import get_stdout_console, show_line
+from mcore_rl.observability.console import get_stdout_console, print_rows, show_line
 from mcore_rl.planner.fixes import Fix
 from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan
 
@@ -78,7 +77,7 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
         for moment in plan.moments
     ]
     digits = 1 if plan.worst.total > 10e9 else 3
-    console.print(build_table(("moment", "ranks"), rows, sizes, digits))
+    print_sizes(("moment", "ranks"), rows, sizes, console, digits)
     worst = _format_kinds(plan.worst.kinds, digits)
     parts = _format_kinds(plan.host, digits)
     total = sum(plan.host.values()) / 1e9
@@ -137,24 +136,24 @@ def build_memory_json(
     return report
 
 
-def build_table(
+def print_sizes(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     sizes: Mapping[str, Sequence[int]],
+    console: Console,
     digits: int = 3,
-) -> Table:
-    """Build a table of text columns, then of those byte columns, in GB, that are not all zero."""
+) -> None:
+    """Print a table of columns, then of those byte columns, in GB, that are not all zero.
+
+    The first two columns are texts.
+    """
     shown = {heading: column for heading, column in sizes.items() if any(column)}
-    table = Table(box=None, pad_edge=False)
-    for heading in headings:
-        justify: Literal["left", "right"] = "right" if heading == "parameters" else "left"
-        table.add_column(heading, justify=justify, overflow="fold")
-    for heading in shown:
-        table.add_column(heading, justify="right", overflow="fold")
-    for index, row in enumerate(rows):
-        values = [column[index] / 1e9 for column in shown.values()]
-        table.add_row(*row, *[f"{value:,.{digits}f}" if value else "" for value in values])
-    return table
+    texts = [
+        [f"{column[index] / 1e9:,.{digits}f}" if column[index] else "" for column in shown.values()]
+        for index in range(len(rows))
+    ]
+    cells = [[*row, *numbers] for row, numbers in zip(rows, texts, strict=True)]
+    print_rows([*headings, *shown], cells, console, num_texts=2)
 
 
 def format_ranks(ranks: Sequence[int]) -> str:

@@ -227,7 +227,9 @@ def test_the_output_has_one_line_a_step_and_a_table(run):
     steps += [f"training {i}/{RL_STEPS}" for i in range(1, RL_STEPS + 1)]
     assert [line.split("  ")[0] for line in lines[: len(steps)]] == steps
     for line in lines[WARM_STEPS : len(steps)]:
-        assert re.search(r"reward 0\.\d+  length .* gen .*s train .*s sync .*s  .* tok/s$", line)
+        assert re.search(
+            r"reward 0\.\d+  length .*  gap .*  .* s  gen .* train .* sync .*  .* tok/s$", line
+        )
     table = "\n".join(lines[len(steps) :])
     assert len(lines) - len(steps) < 20
     assert all(word in table for word in ("before", "after", "change", "points", str(run.output)))
@@ -254,7 +256,9 @@ def test_a_person_at_a_terminal_sees_samples_one_bar_and_what_to_do_next(run, tm
     [bar] = [line for line in lines if line.startswith("training ━")]
     assert bar.endswith("5/5 0:00:00")
     assert not [line for line in lines if "warning" in line or "Traceback" in line]
-    assert any(line.startswith("next: mcore-rl samples ") for line in lines)
+    steps = [line for line in lines if re.match(r"training \d+/5  reward ", line)]
+    assert [line.split()[1] for line in steps] == [f"{step}/5" for step in range(1, 6)]
+    assert any(re.match(r"  \S*mcore-rl samples ", line) for line in lines)
 
 
 def test_tensorboard_has_the_rewards(run):

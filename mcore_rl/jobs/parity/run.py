@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
@@ -37,7 +35,7 @@ from mcore_rl.jobs.parity.settings import (
     build_plan,
 )
 from mcore_rl.jobs.ranks import run_in_process, run_on_ranks
-from mcore_rl.observability.console import show_waiting
+from mcore_rl.observability.console import print_rows, show_line, show_paragraph, show_waiting
 from mcore_rl.observability.process import list_versions
 
 WITH_HF, WITH_PREFILL, WITH_DECODE = "megatron~hf", "megatron~vllm_prefill", "megatron~vllm_decode"
@@ -132,45 +130,29 @@ class ParityReport:
         bounds = f"max {self.tolerance:g}"
         if self.mean_tolerance is not None:
             bounds += f", mean {self.mean_tolerance:g}"
-        title = f"Differences of log-probs in nats, {self.dtype}; allowed: {bounds}"
-        table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-        for heading in ("", "tokens", "max", "mean", "p99", "argmax", ""):
-            table.add_column(heading, justify="left" if heading == "" else "right", no_wrap=True)
+        show_line(f"Differences of log-probs in nats, {self.dtype}; allowed: {bounds}", console)
+        headings = ("pair", "result", "tokens", "max", "mean", "p99", "argmax")
+        print_rows(headings, [*self._list_rows()], console, num_texts=2)
         for name, pair in self.pairs.items():
-            gap = pair.gap
-            sizes = (gap.max_abs, gap.mean_abs, gap.p99_abs)
-            table.add_row(
-                name,
-                str(gap.num_tokens),
-                *(f"{size:.1e}" for size in sizes),
-                f"{gap.argmax_agreement:.1%}",
-                "passed" if pair.passed else "FAILED",
-            )
-        console.print(table)
-        console.print(self._build_worst_tokens_table())
+            show_line(f"\nThe worst tokens of {name}:", console)
+            for token in pair.gap.worst[:_NUM_SHOWN]:
+                self._print_token(token, console)
         for name, pair in self.pairs.items():
             if not pair.passed:
-                console.print(
-                    f"{name}: {self._describe_failure(pair)}", markup=False, highlight=False
-                )
+                show_line(f"\n{name}: {self._describe_failure(pair)}", console)
 
-    def _build_worst_tokens_table(self) -> Table:
-        table = Table(title="The worst tokens", title_justify="left", box=box.SIMPLE_HEAD)
-        for heading in ("", "prompt", "position", "token", "Megatron", "the other", "context"):
-            table.add_column(heading, justify="left" if heading in ("", "context") else "right")
+    def _list_rows(self) -> Iterator[Sequence[str]]:
         for name, pair in self.pairs.items():
-            for token in pair.gap.worst[:_NUM_SHOWN]:
-                context = self._format_text(token) or " ".join(map(str, token.before_ids))
-                table.add_row(
-                    name,
-                    str(token.prompt),
-                    str(token.position),
-                    str(token.token_id),
-                    f"{token.log_prob:.6f}",
-                    f"{token.reference_log_prob:.6f}",
-                    context.replace("[", r"\["),
-                )
-        return table
+            gap = pair.gap
+            sizes = [f"{size:.1e}" for size in (gap.max_abs, gap.mean_abs, gap.p99_abs)]
+            result = "passed" if pair.passed else "FAILED"
+            yield name, result, str(gap.num_tokens), *sizes, f"{gap.argmax_agreement:.1%}"
+
+    def _print_token(self, token: WorstToken, console: Console) -> None:
+        place = f"prompt {token.prompt}, position {token.position}, token {token.token_id}"
+        log_probs = [f"Megatron {token.log_prob:.6f}", f"other {token.reference_log_prob:.6f}"]
+        context = self._format_text(token) or " ".join(map(str, token.before_ids))
+        show_paragraph(place, [*log_probs, f"after: {context!r}"], console)
 
     def _describe_failure(self, pair: Pair) -> str:
         first, differences = pair.first_differing_module, pair.module_differences or {}

@@ -40,6 +40,7 @@ QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_images
         ("mcore-rl rl rollout.ep=", ["rollout.ep=true", "rollout.ep=false"]),
         ("mcore-rl rl model.path=", []),
         ("mcore-rl rl --d", ["--dry-run"]),
+        ("mcore-rl rl --hardware s", []),
         ("mcore-rl rl --help actor.l", ["actor.layout", "actor.lora"]),
         ("mcore-rl convert i", ["inspect"]),
         ("mcore-rl convert hf-to-mcore --l", ["--layout"]),

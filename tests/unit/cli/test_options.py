@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
+from collections.abc import Iterator
 
 import pytest
 
 from mcore_rl.cli import bench, convert, plan, verify
-from mcore_rl.cli.options import parse_layout
+from mcore_rl.cli.job import JOB_COMMANDS
+from mcore_rl.cli.main import COMMANDS, load_command
+from mcore_rl.cli.options import Parser, parse_layout
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.rules_engine import validate_layout
 from mcore_rl.config.schema import Layout
@@ -95,3 +99,51 @@ def test_chat_takes_top_k_and_stop_strings(monkeypatch):
     assert (runs[0].top_k, runs[0].stop) == (5, ("a", "b"))
     with pytest.raises(ConfigError, match=r"--stop\[0\]=''; allowed: a text"):
         chat.main(["folder", "--stop", ""])
+
+
+def list_parsers(parser: Parser) -> Iterator[Parser]:
+    """Yield the parser, or those of its subcommands."""
+    groups = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    yield from groups[0].choices.values() if groups else [parser]
+
+
+def build_value(action: argparse.Action) -> str:
+    if action.type in (int, float):
+        return "3"
+    return "word" if action.nargs else "tp=2"  # which looks like a setting
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_value_may_stand_behind_a_space_or_an_equals_sign(name):
+    for parser in list_parsers(load_command(name).build_parser()):
+        positional = [a for a in parser._actions if not a.option_strings]
+        words = [next(iter(a.choices or ["seed=3"])) for a in positional]
+        options = [a for a in parser._actions if a.option_strings and a.nargs != 0]
+        required = {a.option_strings[0]: build_value(a) for a in options if a.required}
+        takes_settings = any(action.dest == "settings" for action in positional)
+        for action in options:
+            option, value = action.option_strings[0], build_value(action)
+            filled = [f"{n}={v}" for n, v in required.items() if n != option]
+            expected = parser.parse_args([*words, *filled, f"{option}={value}"])
+            assert parser.parse_args([*words, *filled, option, value]) == expected
+            if action.nargs is None or takes_settings:
+                assert parser.parse_args([option, value, *words, *filled]) == expected
+
+
+@pytest.mark.parametrize(
+    ("line", "settings"),
+    [
+        ("a=1 --hardware h100 b=2 --dry-run c=3", ["a=1", "b=2", "c=3"]),
+        ("--dry-run a=1 --hard h100 word", ["a=1", "word"]),
+        ("--hardware=h100 a=1 --dry-run", ["a=1"]),
+    ],
+)
+def test_settings_may_stand_before_and_after_options(line, settings):
+    options = JOB_COMMANDS["rl"].build_parser().parse_args(line.split())
+    assert (options.settings, options.hardware, options.dry_run) == (settings, "h100", True)
+
+
+def test_settings_may_follow_an_option_of_several_values():
+    line = "simulate --trainers sync one_step_off a=1 --json b=2"
+    options = plan.build_parser().parse_args(line.split())
+    assert (options.trainers, options.settings) == (["sync", "one_step_off"], ["a=1", "b=2"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import shutil
 import signal
 import socket
@@ -284,13 +283,6 @@ def test_a_run_without_held_out_sets_has_a_summary_and_no_table(tmp_path, capsys
     assert "Held out" not in message and "2 s, peak memory 1.0 GB" in message
 
 
-def commands(lines: list[str]) -> list[list[str]]:
-    """Split lines as a shell would."""
-    assert lines[0].startswith("next: ") and max(map(len, lines)) <= 80
-    text = "\n".join([lines[0].removeprefix("next:"), *lines[1:]]).replace("\\\n", " ")
-    return [shlex.split(line) for line in text.splitlines()]
-
-
 def quickstart(folder: Path) -> RLConfig:
     (folder / "task").mkdir()
     (folder / "task" / "test.parquet").touch()
@@ -301,11 +293,12 @@ def quickstart(folder: Path) -> RLConfig:
 
 def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin/mcore-rl")])  # which is not on PATH
     folder = Path("my run")
     folder.mkdir()
-    shown, evaluated, talked = commands(list_next_commands(folder, quickstart(folder)))
+    shown, evaluated, talked = list_next_commands(folder, quickstart(folder))
     assert [line[:2] for line in (shown, evaluated, talked)] == [
-        ["mcore-rl", "samples"], ["mcore-rl", "eval"], ["mcore-rl", "chat"]
+        ["bin/mcore-rl", "samples"], ["bin/mcore-rl", "eval"], ["bin/mcore-rl", "chat"]
     ]  # fmt: skip
     assert samples.build_parser().parse_args(shown[2:]).run == str(folder)
     config = compose_config(EvalConfig, evaluated[2:])
@@ -320,7 +313,7 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
     settings = ["data.test_files={math: m.jsonl, code: c.jsonl}", "data.answer_column=solution"]
     settings += ["reward.name=math", "reward.settings={digits: 3}", "data.train_file=t.jsonl"]
     config = compose_config(RLConfig, settings)
-    evaluated, _ = commands(list_next_commands(Path("out"), config))
+    evaluated, _ = list_next_commands(Path("out"), config)
     assert compose_config(EvalConfig, evaluated[2:]).reward.settings == {"digits": 3}
     assert evaluated[3:] == [
         "data.sets.math=m.jsonl", "data.sets.code=c.jsonl", "data.answer_column=solution",
@@ -333,14 +326,14 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
 )
 def test_an_evaluation_has_the_limits_of_images_of_the_run(setting):
     config = compose_config(RLConfig, ["data.images_column=images", setting])
-    evaluated, _ = commands(list_next_commands(Path("out"), config))
+    evaluated, _ = list_next_commands(Path("out"), config)
     assert {"data.images_column=images", setting} <= {*evaluated}
 
 
 @pytest.mark.parametrize("setting", ["agent.loop=tools", "reward.terms.math={weight: 1.0}"])
 def test_no_evaluation_is_named_that_would_be_another_one(setting):
     config = compose_config(RLConfig, [setting])
-    assert [line[1] for line in commands(list_next_commands(Path("out"), config))] == ["chat"]
+    assert [line[1] for line in list_next_commands(Path("out"), config)] == ["chat"]
 
 
 @pytest.mark.parametrize(
@@ -348,6 +341,6 @@ def test_no_evaluation_is_named_that_would_be_another_one(setting):
     [(SFTConfig(), ["eval", "chat"]), (DPOConfig(), ["eval", "chat"]), (RMConfig(), ["rl"])],
 )
 def test_training_on_examples_leaves_what_can_be_evaluated_or_what_rewards(config, names):
-    next_commands = commands(list_next_commands(Path("out"), config))
+    next_commands = list_next_commands(Path("out"), config)
     assert [line[1] for line in next_commands] == names
     assert names != ["rl"] or next_commands[0][3] == "reward_model.model_path=out/checkpoint"

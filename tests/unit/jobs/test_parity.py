@@ -114,9 +114,9 @@ def report(pair: Pair, texts: dict[int, str] | None = None) -> ParityReport:
     )
 
 
-def printed(parity_report: ParityReport) -> str:
+def printed(parity_report: ParityReport, width: int = 100) -> str:
     stream = io.StringIO()
-    parity_report.print(Console(file=stream, width=100))
+    parity_report.print(Console(file=stream, width=width))
     return stream.getvalue()
 
 
@@ -146,6 +146,15 @@ def test_failed_pair_names_the_first_different_module_or_says_none():
         none
     )
     assert none.to_json()["pairs"]["megatron~hf"]["first_differing_module"] is None
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_report_keeps_its_words_whole_at(width):
+    text = printed(report(Pair(True, gap_of_one_token()), {1: "a\n ", 2: "b"}), width)
+    place = "prompt 0, position 1, token 2\n  Megatron -1.500000, other -1.000000"
+    assert place in text and r"after: 'a\n [b]'" in text
+    assert "passed" in text and "5.0e-01" in text and "…" not in text
+    assert max(map(len, text.splitlines()[1:])) <= width
 
 
 @pytest.fixture(scope="module")

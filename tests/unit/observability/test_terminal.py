@@ -35,7 +35,7 @@ with StepProgress("training", 20) as progress:
                 time.sleep(0.3)
         if step == 12:
             print("a line of a library")
-        progress.update(step, StepReport(step / 20, 23.45, 1.0, 2.0, 0.1, 5000.0))
+        progress.update(step, StepReport(step / 20, 23.45, 0.01, 3.1, 1.0, 2.0, 0.1, 5e3))
 with show_waiting("exporting"):
     time.sleep(0.3)
 print_before_after("Held out", [("reward", None, MeanWithError(0.5, 0.1, False))])
@@ -43,7 +43,7 @@ print_before_after("Held out", [("reward", None, MeanWithError(0.5, 0.1, False))
 
 
 @pytest.mark.parametrize("columns", WIDTHS)
-def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(columns):
+def test_after_twenty_steps_a_person_sees_a_line_of_each_and_the_last_bar(columns):
     status, lines = read_terminal([sys.executable, "-c", RUN], columns)
     assert status == 0, lines
     expected = ["1 node", "starting: S s"]
@@ -53,8 +53,9 @@ def test_after_twenty_steps_a_person_sees_each_line_once_and_the_last_bar(column
         if step in (7, 20):
             expected += [f"mcore-rl: warning: step {step}: half of the responses are empty"]
         expected += ["evaluating: S s"] * (step == 10) + ["a line of a library"] * (step == 12)
-    report = "reward 1.000  length 23.4  gen 1.0s train 2.0s sync 0.1s  5,000 tok/s"
-    expected += ["training BAR 20/20 0:00:00", report, "exporting: S s", "Held out"]
+        expected += [f"training {step}/20  reward {step / 20:.3f}  length 23.4  gap 0.0100  3.1 s"]
+        expected[-1] += "  gen 1.0 train 2.0 sync 0.1  5,000 tok/s" * (columns > 80)
+    expected += ["training BAR 20/20 0:00:00", "exporting: S s", "Held out"]
     shown = [re.sub(r"━+", "BAR", re.sub(r": [0-9.]+ s$", ": S s", line)) for line in lines]
     assert shown[: len(expected)] == expected
     assert max(map(len, lines)) <= columns
