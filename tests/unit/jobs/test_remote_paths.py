@@ -213,8 +213,8 @@ def test_published_name_is_its_config_without_weights(name, tmp_path, monkeypatc
     folder = Path(fetch_model("model.path", name, with_weights=False))
     assert [path.name for path in folder.iterdir()] == ["config.json"]
     assert read_config(folder)["hidden_size"] == 7168
-    said = f"model.path={name}: config.json of deepseek-ai/DeepSeek-V3, from this package\n"
-    assert capsys.readouterr().err == said
+    notice = f"model.path={name}: config.json of deepseek-ai/DeepSeek-V3, from this package\n"
+    assert capsys.readouterr().err == notice
     with pytest.raises(ConfigError, match=r"no weights of .*; allowed: .*, or hf:deepseek-ai/D"):
         fetch_model("model.path", name)
     (tmp_path / name).mkdir(parents=True)  # a folder of the user's goes first
