@@ -11,7 +11,8 @@ import yaml
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
-from mcore_rl.models.base import HFConfig, read_config_file
+from mcore_rl.jobs.remote_paths import find_published
+from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
@@ -25,13 +26,12 @@ from mcore_rl.planner.memory import Conditions, MemoryPlan, plan_memory
 from mcore_rl.planner.step import predict_step
 from mcore_rl.planner.training import Load, TrainingModel
 
-FOLDER = Path(__file__).parent / "unit" / "models" / "published"
 RUNS = yaml.safe_load((Path(__file__).parent / "published_runs.yaml").read_text())
 PROMPT = 128  # tokens; not published
 
 
 def read_model(run: dict[str, Any]) -> HFConfig:
-    config = read_config_file(FOLDER / f"{run['model']}.json") | run.get("fields", {})
+    config = read_config(find_published(run["model"])) | run.get("fields", {})
     config.pop("quantization_config", None)
     return config
 

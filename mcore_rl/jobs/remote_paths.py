@@ -1,5 +1,6 @@
 """Local copies of models named on a hub (hf:ORG/NAME, ms:ORG/NAME), and of models and data at URLs.
 
+Plans and dry runs need config.json alone: those of published models come with the package.
 They are made before anything else reads a path, so that all processes get folders and files. Of a
 model only safetensors, JSON and tokenizer files are fetched: no pickles and no code.
 """
@@ -20,11 +21,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import mcore_rl
 from mcore_rl.config.atomic_file import open_lock
-from mcore_rl.config.checks import is_url, list_values
+from mcore_rl.config.checks import find_closest, is_url, list_values
 from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.jobs.failure import RunFailed
 
+PUBLISHED_CONFIGS = Path(mcore_rl.__file__).parent / "models" / "published"  # ORG/NAME/config.json
 CACHE = "MCORE_RL_CACHE"  # environment variable: folder of the copies of URLs
 _INDEX = "*.safetensors.index.json"
 _WEIGHTS = ("*.safetensors", _INDEX)
@@ -42,6 +45,7 @@ _DATA_SETTING = re.compile(
     r"data\.(train_files?|test_file|(test_files|sets)\..+)|warm_start\.train_file|"
     r"agent\.search_file"
 )
+_LIKE_MODEL_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # NAME or ORG/NAME, no other path
 _EXPORT = "checkpoint.export_to"
 _LAST_FILE = "config.json"  # of an export: a folder without it is no checkpoint
 _HUBS = ("hf:", "ms:")
@@ -91,14 +95,17 @@ def check_is_local(config: object) -> None:
 def fetch_model(setting: str, name: str, *, with_weights: bool = True) -> str:
     """Return the local folder of a model: `name` itself, unless it is a hub name or a URL.
 
+    Without weights the name of a published model is the folder of its config.json in this package,
+    unless the current folder has a file of that name.
+
     Raises:
-        ConfigError: The model cannot be fetched; names the setting.
+        ConfigError: The model cannot be fetched, or has no weights here; names the setting.
     """
     patterns = [*_OTHER_FILES, *(_WEIGHTS if with_weights else ())]
     if is_url(name):
         return _fetch_url(setting, name, patterns, () if with_weights else (_INDEX,), is_model=True)
     if not name.startswith(_HUBS):
-        return name
+        return _choose_folder(setting, name, with_weights=with_weights)
     if not (match := _HUB_NAME.fullmatch(name)):
         raise ConfigError(
             f"{setting}={name!r}; allowed: {name[:3]}ORG/NAME or {name[:3]}ORG/NAME@REVISION"
@@ -115,6 +122,39 @@ def fetch_model(setting: str, name: str, *, with_weights: bool = True) -> str:
             "and safetensors"
         )
     return folder
+
+
+def find_published(name: str) -> Path | None:
+    """Return the folder of a published model's config.json, by NAME or ORG/NAME; else None."""
+    folders = PUBLISHED_CONFIGS.glob("*/*")
+    return next((path for path in folders if name in (path.name, _get_full_name(path))), None)
+
+
+def _get_full_name(folder: Path) -> str:
+    return str(folder.relative_to(PUBLISHED_CONFIGS))
+
+
+def _choose_folder(setting: str, name: str, *, with_weights: bool) -> str:
+    """Return a model's folder, or where weights are not needed that of a published config.json."""
+    if not _LIKE_MODEL_NAME.fullmatch(name) or os.path.lexists(name):
+        return name
+    if (folder := find_published(name)) is not None:
+        full_name = _get_full_name(folder)
+        if with_weights:
+            raise ConfigError(
+                f"{setting}={name!r} is no folder here, and this package has no weights of "
+                f"{full_name}; allowed: a folder with its weights, or hf:{full_name}"
+            )
+        print(f"{setting}={name}: config.json of {full_name}, from this package", file=sys.stderr)
+        return str(folder)
+    if not with_weights:
+        folders = sorted(PUBLISHED_CONFIGS.glob("*/*"))
+        known = [_get_full_name(path) if "/" in name else path.name for path in folders]
+        close = find_closest(name, known)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"published: {', '.join(known)}"
+        if close or "/" not in name:
+            raise ConfigError(f"{setting}={name!r} does not exist; {hint}")
+    return name  # what reads it says that it does not exist
 
 
 def _fetch_from_hub(

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from mcore_rl.checkpoint.fp8 import build_quantization_config, dequantize_blocks, quantize_blocks
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.reshard.rules import Block, Box, LogicalTensor
 
 TENSORS = {"a": torch.arange(12.0).reshape(4, 3), "b": torch.arange(5.0)}
@@ -448,8 +449,7 @@ def test_weights_that_are_quantised_in_another_way_are_refused(folder):
 
 
 def test_the_config_of_a_quantised_model_is_that_of_the_model(quantized):
-    published = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
-    config = json.loads(published.read_text())
+    config = json.loads((find_published("DeepSeek-V3") / "config.json").read_text())
     config["quantization_config"] = build_quantization_config([])
     (quantized / "config.json").write_text(json.dumps(config))
     values = CheckpointReader(quantized).read_config()

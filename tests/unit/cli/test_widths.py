@@ -15,11 +15,11 @@ from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import COMMANDS, main
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.jobs.evaluate import print_table
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.observability.console import MeanWithError, print_before_after
 from mcore_rl.planner.dry_run import dry_run
 from tests.nightly import all_but
 
-PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SUBCOMMANDS = {
     "convert": ("hf-to-mcore", "mcore-to-hf", "inspect", "verify"),
     "bench": ("reshard", "data-plane"),
@@ -87,7 +87,7 @@ LATER = {"minimax_m2_230b", "qwen3_235b_a22b", "qwen3_next_80b_a3b"}
 def test_the_tables_of_a_dry_run_fit(recipe, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("model").mkdir()
-    config = json.loads((PUBLISHED / f"{MODELS[recipe]}.json").read_text())
+    config = json.loads((find_published(MODELS[recipe]) / "config.json").read_text())
     config.pop("quantization_config", None)
     Path("model/config.json").write_text(json.dumps(config))
     Path("t.jsonl").write_text('{"messages": [], "answer": "1"}\n')

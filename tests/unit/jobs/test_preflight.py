@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +30,7 @@ from mcore_rl.jobs.preflight import (
     check_reward_parts,
     load_prompt_files,
 )
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.jobs.supervised_preflight import _check_train_rows
 from mcore_rl.rewards.registry import get_parts, get_registry
@@ -42,7 +42,7 @@ from tests.unit.agents.families import tokenizer_of
 )
 def test_another_quantisation_than_float8_blocks_is_refused_by_its_path(tmp_path: Path, setting):
     """Dry runs check this too: config.json suffices."""
-    source = Path(__file__).parents[1] / "models" / "published" / "DeepSeek-V3.json"
+    source = find_published("DeepSeek-V3") / "config.json"
     made = json.loads(source.read_text())
     for name, method in (("float8", "fp8"), ("other", "awq")):
         made["quantization_config"]["quant_method"] = method
@@ -121,9 +121,8 @@ def test_the_schedule_of_an_actor_has_the_steps_that_it_takes(
     tmp_path: Path, advantage: str, warmup_steps: int, expected: int
 ):
     """While only the critic trains it takes none, and the decay would end too high."""
-    qwen = Path(__file__).parents[1] / "models" / "published" / "Qwen3-30B-A3B.json"
-    shutil.copy(qwen, tmp_path / "config.json")
-    config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    qwen = str(find_published("Qwen3-30B-A3B"))
+    config = RLConfig(model=ModelConfig(path=qwen, dtype="bfloat16"))
     config.algorithm.advantage, config.algorithm.num_mini_batches = advantage, 2
     config.trainer.num_steps, config.critic.warmup_steps = 10, warmup_steps
     assert plan_run(config)["actor"].spec.total_steps == expected
@@ -138,9 +137,8 @@ def test_the_schedule_of_an_actor_has_the_steps_that_it_takes(
 
 
 def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_path: Path):
-    qwen = Path(__file__).parents[1] / "models" / "published" / "Qwen3-30B-A3B.json"
-    shutil.copy(qwen, tmp_path / "config.json")
-    config = RLConfig(model=ModelConfig(path=str(tmp_path), dtype="bfloat16"))
+    qwen = str(find_published("Qwen3-30B-A3B"))
+    config = RLConfig(model=ModelConfig(path=qwen, dtype="bfloat16"))
     config.critic.layout = Layout(tp=3)
     assert (
         check_layouts(config, plan_run(config))["num_hidden_layers"] == 48
@@ -152,7 +150,7 @@ def test_the_layout_of_a_critic_has_to_fit_the_model_that_it_begins_with(tmp_pat
 
 def published(folder: Path, name: str, **changes: object) -> RLConfig:
     """Build settings with router replay of a published model."""
-    source = Path(__file__).parents[1] / "models" / "published" / f"{name}.json"
+    source = find_published(name) / "config.json"
     made = json.loads(source.read_text()) | changes
     (folder / "config.json").write_text(json.dumps(made))
     config = RLConfig(model=ModelConfig(path=str(folder), dtype="bfloat16"))

@@ -19,9 +19,8 @@ from mcore_rl.config.rules_rollout import validate_servers
 from mcore_rl.config.schema import EngineConfig, Layout, ModelConfig, RLConfig, RolloutConfig
 from mcore_rl.inference.vllm.server import VLLMServer
 from mcore_rl.jobs.quantization_preflight import check_quantization
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.models.base import read_config
-
-PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 
 
 def build_model(family: str, **fields: Any) -> dict[str, Any]:
@@ -78,7 +77,7 @@ def test_a_layout_that_cuts_a_block_is_refused(family, fields, layout, tp, messa
     ],
 )
 def test_a_family_with_other_projections_is_refused_by_name(name, reason, tmp_path):
-    (tmp_path / "config.json").write_text((PUBLISHED / f"{name}.json").read_text())
+    (tmp_path / "config.json").write_text((find_published(name) / "config.json").read_text())
     message = rf"^rollout\.quantization='fp8_block': .*{reason}.* allowed: null$"
     with pytest.raises(ConfigError, match=message):
         check_quantization(build_config(Layout()), read_config(tmp_path))
@@ -96,7 +95,7 @@ def test_a_family_with_other_projections_is_refused_by_name(name, reason, tmp_pa
 )
 def test_a_model_as_published_passes(name, layout, rollout):
     """DeepSeek-V3 in float8: heads of 128 and 192, 576 rows of latents in one partial block."""
-    model = json.loads((PUBLISHED / f"{name}.json").read_text())
+    model = json.loads((find_published(name) / "config.json").read_text())
     check_quantization(build_config(layout, **rollout), model)
 
 

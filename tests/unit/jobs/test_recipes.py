@@ -19,6 +19,7 @@ from mcore_rl.cli.main import main
 from mcore_rl.cli.plan_time import count_sync_bytes
 from mcore_rl.config.rules import resolve_for_device_type, validate_rl
 from mcore_rl.config.schema import RLConfig
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.planner.generation import Lengths
@@ -28,7 +29,6 @@ from mcore_rl.planner.step import StepTime, predict_step
 from tests.unit.planner.test_dry_run import dry_run
 
 ROOT = Path(__file__).resolve().parents[3]
-PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"
 PAGE = ROOT / "docs" / "recipes.md"
 GPUS_PER_NODE = 8
 
@@ -64,7 +64,7 @@ def composed(name: str, *overrides: str) -> RLConfig:
 
 def model_of(name: str) -> HFConfig:
     """Read the published config.json of a recipe's model."""
-    config = json.loads((PUBLISHED / f"{RECIPES[name].published}.json").read_text())
+    config = json.loads((find_published(RECIPES[name].published) / "config.json").read_text())
     return {**config.get("text_config", {}), **config}
 
 
@@ -127,9 +127,8 @@ def test_a_recipe_states_the_time_of_a_step(name):
     assert f"\n{line}" in (recipes.RECIPES / f"{name}.yaml").read_text(), line
 
 
-def test_plan_step_prints_the_time_that_a_recipe_states(place, monkeypatch, capfd):
-    (place / "model" / "config.json").write_text(json.dumps(model_of("qwen3_8b")))
-    words = ["step", "recipe=qwen3_8b", "model.path=model", "--hardware=h100", "--json"]
+def test_plan_step_prints_the_time_that_a_recipe_states(monkeypatch, capfd):
+    words = ["step", "recipe=qwen3_8b", "model.path=Qwen3-8B", "--hardware=h100", "--json"]
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", *words])
     assert main() == 0
     assert json.loads(capfd.readouterr().out)["step_s"] == step_of("qwen3_8b").step_s
@@ -187,7 +186,7 @@ def test_every_setting_of_a_recipe_has_a_reason(name):
 @pytest.mark.job
 @each_recipe
 def test_plan_reshard_takes_the_layouts_of_a_recipe(name, monkeypatch, capsys):
-    config, published = composed(name), PUBLISHED / f"{RECIPES[name].published}.json"
+    config = composed(name)
     axes = ("tp", "pp", "cp", "dp", "ep", "etp", "first_stage_layers", "last_stage_layers")
     train = {axis: getattr(config.actor.layout, axis) for axis in axes}
     rollout = config.rollout
@@ -197,7 +196,15 @@ def test_plan_reshard_takes_the_layouts_of_a_recipe(name, monkeypatch, capsys):
         ",".join(f"{axis}={size}" for axis, size in side.items() if size not in (1, None)) or "tp=1"
         for side in (train, generate)
     ]
-    options = ["--model", str(published), "--train", sides[0], "--generate", sides[1], "--json"]
+    options = [
+        "--model",
+        RECIPES[name].published,
+        "--train",
+        sides[0],
+        "--generate",
+        sides[1],
+        "--json",
+    ]
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "reshard", *options])
     assert main() == 0
     report = json.loads(capsys.readouterr().out)
@@ -207,11 +214,10 @@ def test_plan_reshard_takes_the_layouts_of_a_recipe(name, monkeypatch, capsys):
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Data, and a folder for a model."""
+    """Make data in the current folder."""
     chat = [{"role": "user", "content": "What is 1 + 1?"}]
     for file in ("train.parquet", "test.parquet"):
         pq.write_table(pa.table({"messages": [chat], "answer": ["2"]}), tmp_path / file)
-    (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     return tmp_path
 
@@ -219,12 +225,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.job
 @each_recipe
 def test_a_recipe_is_dry_run_on_its_published_config(name, place, monkeypatch, capfd):
-    (place / "model" / "config.json").write_text(json.dumps(model_of(name)))
-    files = ["model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet"]
+    model = f"model.path={RECIPES[name].published}"
+    files = [model, "data.train_file=train.parquet", "data.test_file=test.parquet"]
     status, out, err = dry_run(
         monkeypatch, capfd, f"recipe={name}", *files, f"--gpus-per-node={GPUS_PER_NODE}"
     )
-    assert (status, err) == (0, "")
+    assert (status, err.startswith(f"{model}: config.json of "), err.count("\n")) == (0, True, 1)
     world = RECIPES[name].num_gpus
     assert f"\n{world} GPUs: {world} for actor, rollout, by turns\n" in out
     assert out.startswith("memory: fits, ")

@@ -30,6 +30,7 @@ from mcore_rl.jobs.remote_paths import (
     fetch_inputs,
     fetch_model,
 )
+from mcore_rl.models.base import read_config
 from tests.hub import COMMIT, Hub, serve_hub
 
 FETCH = """
@@ -204,6 +205,35 @@ def test_settings_without_names_and_urls_are_the_same_object(task):
         model=ModelConfig(path="hf"), data=SetsConfig(sets={"a": "own.py:rows", "b": "b.parquet"})
     )
     assert fetch_inputs(config) is config
+
+
+@pytest.mark.parametrize("name", ["DeepSeek-V3", "deepseek-ai/DeepSeek-V3"])
+def test_published_name_is_its_config_without_weights(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    folder = Path(fetch_model("model.path", name, with_weights=False))
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    assert read_config(folder)["hidden_size"] == 7168
+    notice = f"model.path={name}: config.json of deepseek-ai/DeepSeek-V3, from this package\n"
+    assert capsys.readouterr().err == notice
+    with pytest.raises(ConfigError, match=r"no weights of .*; allowed: .*, or hf:deepseek-ai/D"):
+        fetch_model("model.path", name)
+    (tmp_path / name).mkdir(parents=True)  # a folder of the user's goes first
+    assert fetch_model("model.path", name) == fetch_model("model.path", name, with_weights=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Qwen3-30B", "'Qwen3-30B' does not exist; did you mean Qwen3-8B or Qwen3-30B-A3B"),
+        ("Qwen/Qwen3-9B", "does not exist; did you mean Qwen/Qwen3-8B"),
+        ("mine", "does not exist; published: .*, DeepSeek-V3, .*"),
+    ],
+)
+def test_unknown_name_without_weights_lists_published_ones(name, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        fetch_model("model.path", name, with_weights=False)
+    assert fetch_model("model.path", name) == name  # what reads it refuses it
 
 
 def test_folder_of_datasets_is_copied_whole(cache):

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 import mcore_rl.models  # noqa: F401
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.jobs.remote_paths import PUBLISHED_CONFIGS, find_published
 from mcore_rl.models.base import (
     HFConfig,
     check_fields,
     check_no_unread_field,
     get_family,
     read_config,
-    read_config_file,
     register,
 )
 from mcore_rl.reshard.rules import Weight
 
-PUBLISHED = sorted((Path(__file__).parent / "published").glob("*.json"))
+PUBLISHED = sorted(PUBLISHED_CONFIGS.glob("*/*"))
 
 
-@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", PUBLISHED, ids=lambda path: path.name)
 def test_published_configs_pass_and_each_field_is_read_or_without_effect(path):
-    config, start_s = read_config_file(path), time.process_time()
+    config, start_s = read_config(path), time.process_time()
     check_no_unread_field(config)
     assert time.process_time() - start_s < 0.5  # rules of all experts take seconds
 
 
 def test_a_field_of_the_last_experts_alone_is_read():
-    config = read_config_file(PUBLISHED[0].with_name("Qwen3-30B-A3B.json"))
+    config = read_config(find_published("Qwen3-30B-A3B"))
     family = get_family(config)
 
     def map_weights(fields: HFConfig, padded_vocab: int) -> tuple[Weight, ...]:

@@ -6,7 +6,6 @@ import json
 import math
 import time
 from fractions import Fraction
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ import mcore_rl.models  # noqa: F401
 from mcore_rl.checkpoint.fp8 import get_scale_shape, is_block_quantized
 from mcore_rl.checkpoint.quantization import check_quantization_config
 from mcore_rl.engine.megatron.conversion import build_meta_model
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.models.base import (
     count_kv_elements_per_token,
     drop_mtp_layers,
@@ -25,7 +25,6 @@ from mcore_rl.models.rope import count_positions
 from mcore_rl.reshard.rules import LogicalTensor, check_cover, list_logical_tensors
 from tests.nightly import all_but, nightly
 
-FOLDER = Path(__file__).parent / "published"
 # Elements of all tensors of the published files, as the hub counts them in their headers (with the
 # prediction layers, which repeat embedding and head).
 TENSOR_ELEMENTS = {
@@ -82,7 +81,7 @@ KIMI_STORED, KIMI_TENSORS, KIMI_FROZEN = 170_738_182_128, 208_550 - 335, 471_143
 
 def published(name: str) -> dict[str, Any]:
     """Read config.json with the fields of a nested language model beside its own."""
-    config = json.loads((FOLDER / f"{name}.json").read_text())
+    config = json.loads((find_published(name) / "config.json").read_text())
     return {**config.get("text_config", {}), **config}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -18,6 +17,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     WeightSyncConfig,
 )
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.planner.cluster import (
     SyncTraffic,
@@ -26,7 +26,6 @@ from mcore_rl.planner.cluster import (
     fold_node_roles,
 )
 
-PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 WEIGHTS = 2 * 8_190_735_360  # Qwen3-8B in bfloat16
 NORMS = 2 * (36 * (2 * 4096 + 2 * 128) + 4096)  # of them, what every rank of tp has whole
 
@@ -44,7 +43,7 @@ def config_of(layout: Layout, servers: int, tp: int, method: str = "colocated", 
 
 
 def qwen() -> dict[str, object]:
-    return json.loads((PUBLISHED / "Qwen3-8B.json").read_text())
+    return json.loads((find_published("Qwen3-8B") / "config.json").read_text())
 
 
 def test_roles_that_take_turns_are_on_the_same_nodes():

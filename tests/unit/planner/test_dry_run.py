@@ -27,11 +27,11 @@ from mcore_rl.config.schema import (
     WarmStartConfig,
 )
 from mcore_rl.examples.tasks import last_digit
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.jobs.run_plan import plan_run
 from mcore_rl.planner.report import format_ranks
 from mcore_rl.planner.roles import RolePlan, plan_roles
 
-PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 SETTINGS = (
     "model.path=model", "data.train_file=train.parquet", "data.test_file=test.parquet",
     "data.max_prompt_tokens=64", "rollout.max_response_tokens=32", "trainer.prompts_per_step=20",
@@ -234,7 +234,7 @@ def test_a_model_with_experts_has_a_wide_bound_at_a_token_in_bfloat16(
     if published:
         shutil.rmtree(place / "model")
         Path("model").mkdir()
-        shutil.copy(PUBLISHED / f"{published}.json", "model/config.json")
+        shutil.copy(find_published(published) / "config.json", "model")
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, *settings)
     assert (status, err) == (0, "")
     assert f"log-probs of trainer and servers: {apart}\n" in out
@@ -533,7 +533,7 @@ def test_weights_that_are_there_are_checked(place, monkeypatch, capfd):
 
 def plan_model(model: str, **settings: object) -> dict[str, RolePlan]:
     config = RLConfig(model=ModelConfig(dtype="bfloat16"), **settings)  # type: ignore[arg-type]
-    loaded = json.loads((PUBLISHED / f"{model}.json").read_text())
+    loaded = json.loads((find_published(model) / "config.json").read_text())
     return {role.name: role for role in plan_roles(plan_run(config), loaded)}
 
 
@@ -607,7 +607,7 @@ FSDP = "actor.backend=fsdp", "actor.layout.tp=1", "actor.layout.dp=2", "actor.la
 def test_what_stacked_experts_with_biases_do_not_take_is_refused(
     place, monkeypatch, capfd, settings, message
 ):
-    config = json.loads((PUBLISHED / "gpt-oss-20b.json").read_text())
+    config = json.loads((find_published("gpt-oss-20b") / "config.json").read_text())
     Path("model/config.json").write_text(json.dumps(config))
     Path("model/model.safetensors").unlink(missing_ok=True)
     files = [s for s in SETTINGS if not s.startswith("warm_start")]

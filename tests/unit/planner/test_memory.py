@@ -27,6 +27,7 @@ from mcore_rl.config.schema import (
     RLConfig,
     RolloutConfig,
 )
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.models.base import get_family
 from mcore_rl.planner.activations import count_copies, count_layer_bytes
 from mcore_rl.planner.fixes import Fix, apply_change, find_fixes, list_changes
@@ -49,7 +50,6 @@ from tests.nightly import nightly
 from tests.published_runs import RUNS, format_memory_table, plan_run_memory
 
 ROOT = Path(__file__).resolve().parents[3]
-PUBLISHED = ROOT / "tests" / "unit" / "models" / "published"
 CPU = Conditions("cpu", imbalance=1.0)
 # Elements of a layer of Llama-3.1-70B for a token: input, norms, queries and keys twice and values,
 # the result of attention with its projection and the sum, gate, up and product.
@@ -76,7 +76,7 @@ def build_config(layout: Layout, **engine: object) -> RLConfig:
 
 
 def read_model(name: str) -> dict[str, object]:
-    config = json.loads((PUBLISHED / f"{name}.json").read_text())
+    config = json.loads((find_published(name) / "config.json").read_text())
     return {**config.get("text_config", {}), **config}
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import time
 from dataclasses import replace
@@ -20,6 +19,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.rules import TRANSFORMERS
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
 from mcore_rl.jobs.placement import resolve_for_nodes
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.models.base import read_config, scope_family
 from mcore_rl.planner.calibrate import build_float8_product, measure_seconds
 from mcore_rl.planner.flops import count_work
@@ -37,7 +37,6 @@ from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import Load, TrainingModel
 from tests.pages import Command, select_commands
 from tests.published_runs import (
-    FOLDER,
     RUNS,
     format_tables,
     predict_step_s,
@@ -359,7 +358,7 @@ def test_layouts_for_the_hardware_of_a_cpu_are_planned_without_cuda() -> None:
 def model(tmp_path: Path) -> Path:
     folder = tmp_path / "model"
     folder.mkdir()
-    shutil.copy(FOLDER / "DeepSeek-V3.json", folder / "config.json")  # quantised, as published
+    shutil.copy(find_published("DeepSeek-V3") / "config.json", folder)  # quantised, as published
     return folder
 
 
@@ -397,14 +396,8 @@ def test_plan_layout_writes_a_recipe_that_a_run_accepts(
 def test_commands_of_the_pages_run(
     command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = re.search(r"model\.path=(\S+)", command.text)
-    name = Path(path[1]).name if path else ""
-    published = FOLDER / f"{'Qwen3-30B-A3B' if name == 'FOLDER' else name}.json"
-    if path:
-        (tmp_path / "config.json").write_text(published.read_text())
     monkeypatch.chdir(tmp_path)
-    text = command.text.replace(path[1], str(tmp_path)) if path else command.text
-    assert main(text.split()[2:]) == 0
+    assert main(command.text.split()[2:]) == 0
 
 
 @pytest.mark.parametrize(

@@ -11,13 +11,14 @@ import pytest
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.main import run_command
 from mcore_rl.config.schema import DPOConfig, Layout, RLConfig, RMConfig, SFTConfig, TrainConfig
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.planner.flops import count_work
 from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.memory import CONTEXT_BYTES, Conditions, MemoryLimit, Moment, plan_memory
 from mcore_rl.planner.memory_check import check_memory, prepare_plan
 from mcore_rl.planner.supervised import plan_supervised_memory, predict_supervised_step
-from tests.published_runs import FOLDER, read_model
+from tests.published_runs import read_model
 
 H100 = load_hardware("h100")
 MODEL = read_model({"model": "Qwen3-8B"})
@@ -154,7 +155,7 @@ def test_a_reference_leaves_for_the_host_where_it_takes_turns():
 
 @pytest.fixture
 def model(tmp_path: Path) -> str:
-    (tmp_path / "config.json").write_text((FOLDER / "Qwen3-8B.json").read_text())
+    (tmp_path / "config.json").write_text((find_published("Qwen3-8B") / "config.json").read_text())
     return f"model.path={tmp_path}"
 
 

@@ -75,6 +75,7 @@ def expected_files() -> set[str]:
         for pattern in (
             "mcore_rl/**/*.py",
             "mcore_rl/_csrc.pyi",
+            "mcore_rl/models/published/*/*/config.json",
             "mcore_rl/planner/hardware/*.yaml",
             "mcore_rl/py.typed",
             "mcore_rl/tools/report/page.*",

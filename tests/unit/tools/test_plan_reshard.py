@@ -11,12 +11,12 @@ import pytest
 from mcore_rl.cli import plan as command
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import Layout
+from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.tools.plan_reshard import Cluster, plan_reshard
 from tests.nightly import nightly
 from tests.pages import ROOT, select_commands
 
-PUBLISHED = Path(__file__).parents[1] / "models" / "published"
 DENSE = {
     "architectures": ["Qwen3ForCausalLM"], "vocab_size": 128, "hidden_size": 8,
     "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 2,
@@ -65,7 +65,7 @@ def test_placement_puts_a_rank_where_its_weights_are(dense):
 @pytest.mark.job
 def test_servers_in_float8_receive_codes_and_scales():
     """A code is a byte; a scale has 4 and is one of 128 x 128, which divide the experts."""
-    generate, model = GenerationLayout(tp=4, ep=4), PUBLISHED / "Qwen3-30B-A3B.json"
+    generate, model = GenerationLayout(tp=4, ep=4), find_published("Qwen3-30B-A3B")
     arguments = model, "disaggregated", Layout(dp=4, ep=4), generate, Cluster()
     plain, _ = plan_reshard(*arguments)
     report, _ = plan_reshard(*arguments, quantization="fp8_block")
@@ -81,7 +81,7 @@ def test_deepseek_v3_meets_the_bound_and_moves_a_thirtieth_of_gather_then_slice(
     layout = Layout(pp=16, dp=16, ep=16, first_stage_layers=3, last_stage_layers=2)
     generate = GenerationLayout(tp=32, dp=8)
     report, _ = plan_reshard(
-        PUBLISHED / "DeepSeek-V3.json", "disaggregated", layout, generate, Cluster()
+        find_published("DeepSeek-V3"), "disaggregated", layout, generate, Cluster()
     )
     assert len(report.ranks) == 256
     for rank in report.ranks:
@@ -103,7 +103,7 @@ def test_experts_of_data_parallel_attention_are_received_once():
     received = {}
     for ep in (1, 32):
         report, _ = plan_reshard(
-            PUBLISHED / "DeepSeek-V3.json", "disaggregated", layout,
+            find_published("DeepSeek-V3"), "disaggregated", layout,
             GenerationLayout(tp=8, dp=4, ep=ep), Cluster(),
         )  # fmt: skip
         assert all(rank.received_bytes == rank.lower_bound_bytes for rank in report.ranks)
@@ -127,9 +127,7 @@ def test_experts_of_data_parallel_attention_are_received_once():
     ],
 )
 def test_published_models_meet_the_bound(name, layout, generate):
-    report, _ = plan_reshard(
-        PUBLISHED / f"{name}.json", "disaggregated", layout, generate, Cluster()
-    )
+    report, _ = plan_reshard(find_published(name), "disaggregated", layout, generate, Cluster())
     assert all(rank.received_bytes == rank.lower_bound_bytes for rank in report.ranks)
 
 
