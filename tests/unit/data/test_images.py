@@ -365,7 +365,7 @@ def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
         tmp_path / "pairs.jsonl",
         {"messages": user("<image>?"), "response": "red", "images": [to_url(RED)]},
     )
-    pairs = load_supervised(str(path), "messages", "response", tokenizer, images=images)
+    pairs = load_supervised(str(path), data, "response", tokenizer, images)
     assert pairs.jagged("prompt_ids")[0].tolist().count(PAD) == 4
 
 
