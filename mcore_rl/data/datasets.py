@@ -17,7 +17,7 @@ from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
 from mcore_rl.data.files import Digest, Row, RowSource, open_rows
 from mcore_rl.data.image_files import ImageError, StoredImage
-from mcore_rl.data.images import RowImages
+from mcore_rl.data.images import IMAGE, RowImages
 from mcore_rl.data.rows import (
     ANSWER_COLUMNS,
     PROMPT_COLUMNS,
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
 _CHUNK_ROWS = 1000  # rows tokenised together
 _IMAGE_CHUNK_ROWS = 16  # the same of rows with images, whose files are in memory meanwhile
+_IMAGE_COLUMNS = ("images", "image")  # of published data
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,7 @@ class FilePrompts:
         if not is_needed and self.answer_column.name not in rows[0].values:
             self.answer_column = None
         self._is_set = config.prompt_column is not None, config.answer_column is not None
+        self._unread_images = "" if images else self._find_unread_images(rows[0])
         self._tools = _build_tools_column(config.tools_column)
         digest = Digest()
         lengths = self._check_rows(digest)
@@ -135,6 +137,25 @@ class FilePrompts:
             if column and not is_set and column.name not in (PROMPT_COLUMNS[0], ANSWER_COLUMNS[0]):
                 source, setting = self._rows.source, column.setting
                 yield f"{source}: column {column.name!r} is read, as {setting} is not set"
+        if name := self._unread_images:
+            yield (
+                f"{self._rows.source}: prompts are text alone: column {name!r} is not read, as "
+                f"data.images_column is not set"
+            )
+
+    def _find_unread_images(self, row: Row) -> str:
+        """Return the column of images that no setting names, if there is one.
+
+        Raises:
+            ConfigError: The prompt has places for them.
+        """
+        name = next((name for name in _IMAGE_COLUMNS if row.values.get(name)), "")
+        if name and IMAGE in str(row.values.get(self.prompt_column.name)):
+            raise row.build_error(
+                f"has {IMAGE} in its prompt and images in column {name!r}, which is not read; "
+                f"allowed: data.images_column={name}, or rows without that column"
+            )
+        return name
 
     def get_row_number(self, prompt: int) -> int:
         """Return the row of the source that a prompt is from."""
