@@ -467,8 +467,12 @@ class DataConfig:
     test_file: Rows = ""  # held-out set `test`
     # held-out sets, by their names in metrics: {math: math.parquet, code: code.parquet}
     test_files: dict[PlainName, Rows] = field(default_factory=dict)
-    prompt_column: str = "messages"  # column of chat messages: list of {role, content}
-    answer_column: str = "answer"  # column of the ground truth, passed to the reward
+    # column of prompts: chats, lists of {role, content}, or texts; null: the first that the file
+    # has of messages, prompt, question, problem
+    prompt_column: str | None = None
+    # column of the ground truth, passed to the reward; null: the first that the file has of answer,
+    # solution, ground_truth, label
+    answer_column: str | None = None
     tools_column: str = ""  # column of tool schemas for the chat template; empty: none
     images_column: str = ""  # column of images, for models that take them; empty: none
     max_image_pixels: PositiveInt = 1 << 24  # maximum pixels of an image; larger ones are refused
@@ -967,8 +971,12 @@ class SetsConfig:
     # files (docs/data.md) by names of your choice, as data.sets.math=math.parquet
     sets: dict[PlainName, str] = field(default_factory=dict)
     num_prompts: NonNegativeInt = 0  # number of first prompts of each set; 0: all
-    prompt_column: str = "messages"  # column of chat messages: list of {role, content}
-    answer_column: str = "answer"  # column of the ground truth, passed to the reward
+    # column of prompts: chats, lists of {role, content}, or texts; null: the first that the file
+    # has of messages, prompt, question, problem
+    prompt_column: str | None = None
+    # column of the ground truth, passed to the reward; null: the first that the file has of answer,
+    # solution, ground_truth, label
+    answer_column: str | None = None
     tools_column: str = ""  # column of tool schemas for the chat template; empty: none
     images_column: str = ""  # column of images, for models that take them; empty: none
     max_image_pixels: PositiveInt = 1 << 24  # maximum pixels of an image; larger ones are refused

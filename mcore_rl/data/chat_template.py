@@ -70,6 +70,11 @@ class ChatTemplate:
         from jinja2 import TemplateError  # comes with transformers
 
         schemas: Any = list(tools)
+        if not self.tokenizer.chat_template:
+            raise ChatTemplateError(
+                "is a chat or has tools, and the model has no chat template; allowed: a prompt of "
+                "text, which it reads as it is, or a model with chat_template.jinja"
+            )
         try:
             if schemas and "tools" not in self.tokenizer.get_chat_template(tools=schemas):
                 raise ChatTemplateError("has tools, and the model's chat template does not use any")

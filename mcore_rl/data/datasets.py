@@ -17,14 +17,24 @@ from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import ChatTemplate, ChatTemplateError
 from mcore_rl.data.files import Digest, Row, RowSource, open_rows
 from mcore_rl.data.image_files import ImageError, StoredImage
-from mcore_rl.data.images import RowImages
-from mcore_rl.data.rows import ConcatFiles, Message, RowColumn, read_chat, read_tool_schemas
+from mcore_rl.data.images import IMAGE, RowImages
+from mcore_rl.data.rows import (
+    ANSWER_COLUMNS,
+    PROMPT_COLUMNS,
+    ConcatFiles,
+    Message,
+    RowColumn,
+    choose_column,
+    read_chat,
+    read_tool_schemas,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _CHUNK_ROWS = 1000  # rows tokenised together
 _IMAGE_CHUNK_ROWS = 16  # the same of rows with images, whose files are in memory meanwhile
+_IMAGE_COLUMNS = ("images", "image")  # of published data
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +42,7 @@ class PromptRow:
     """A prompt as the policy reads it."""
 
     prompt_ids: list[int]  # with all tokens of its images
-    fields: dict[str, Any]  # "answer" and the other columns of the file, for the reward
+    fields: dict[str, Any]  # "answer", if there is one, and other columns of the file
     messages: list[Message] = field(default_factory=list)  # the prompt as a chat
     images: tuple[str, ...] = ()  # digests in the ImageStore, in the order of the prompt
 
@@ -84,12 +94,22 @@ class FilePrompts:
         check_answer: Callable[[Any], object] | None = None,
         images: RowImages | None = None,
     ) -> None:
-        """Check all rows; check_chat raises ConfigError, check_answer ValueError."""
+        """Check all rows; check_chat raises ConfigError, check_answer ValueError.
+
+        Rows need an answer if there is a check of it or a setting that names its column.
+        """
         self._rows, self._check_chat, self._check_answer = rows, check_chat, check_answer
         self._images = images
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
-        self._prompt = RowColumn(config.prompt_column, "data.prompt_column")
-        self._answer = RowColumn(config.answer_column, "data.answer_column")
+        self.prompt_column = choose_prompt_column(rows[0], config)
+        self.answer_column: RowColumn | None = choose_column(
+            rows[0], config.answer_column, "data.answer_column", ANSWER_COLUMNS
+        )
+        is_needed = check_answer is not None or config.answer_column is not None
+        if not is_needed and self.answer_column.name not in rows[0].values:
+            self.answer_column = None
+        self._is_set = config.prompt_column is not None, config.answer_column is not None
+        self._unread_images = "" if images else self._find_unread_images(rows[0])
         self._tools = _build_tools_column(config.tools_column)
         digest = Digest()
         lengths = self._check_rows(digest)
@@ -110,6 +130,33 @@ class FilePrompts:
         """Rows of the source, including dropped ones."""
         return len(self._rows)
 
+    def describe_columns(self) -> Iterator[str]:
+        """Yield a line for each column that was chosen by name, as no setting names it."""
+        columns = self.prompt_column, self.answer_column
+        for column, is_set in zip(columns, self._is_set, strict=True):
+            if column and not is_set and column.name not in (PROMPT_COLUMNS[0], ANSWER_COLUMNS[0]):
+                source, setting = self._rows.source, column.setting
+                yield f"{source}: column {column.name!r} is read, as {setting} is not set"
+        if name := self._unread_images:
+            yield (
+                f"{self._rows.source}: prompts are text alone: column {name!r} is not read, as "
+                f"data.images_column is not set"
+            )
+
+    def _find_unread_images(self, row: Row) -> str:
+        """Return the column of images that no setting names, if there is one.
+
+        Raises:
+            ConfigError: The prompt has places for them.
+        """
+        name = next((name for name in _IMAGE_COLUMNS if row.values.get(name)), "")
+        if name and IMAGE in str(row.values.get(self.prompt_column.name)):
+            raise row.build_error(
+                f"has {IMAGE} in its prompt and images in column {name!r}, which is not read; "
+                f"allowed: data.images_column={name}, or rows without that column"
+            )
+        return name
+
     def get_row_number(self, prompt: int) -> int:
         """Return the row of the source that a prompt is from."""
         return prompt if self._prompt_rows is None else int(self._prompt_rows[prompt])
@@ -120,32 +167,34 @@ class FilePrompts:
     def take(self, prompts: Sequence[int]) -> list[PromptRow]:
         """Return prompts, tokenised together."""
         rows = [self._rows[self.get_row_number(prompt)] for prompt in prompts]
-        chats, images = read_chats(rows, self._prompt, self._images)
-        ids = _encode(list(map(self._render, rows, chats)), self._tokenizer)
+        chats, images = read_chats(rows, self.prompt_column, self._images)
+        ids = _encode_prompts(list(map(self._render, rows, chats)), self._tokenizer)
         ids = expand_images(rows, ids, images, self._images)
         return list(map(self._build_row, rows, ids, chats, images))
 
     def _build_row(
         self, row: Row, ids: list[int], messages: list[Message], images: list[StoredImage]
     ) -> PromptRow:
-        dropped = {self._prompt.name, *([self._images.column.name] if self._images else [])}
+        dropped = {self.prompt_column.name, *([self._images.column.name] if self._images else [])}
         fields = {n: value for n, value in row.values.items() if n not in dropped}
-        fields["answer"] = self._answer.get(row)
+        if self.answer_column is not None:
+            fields["answer"] = self.answer_column.get(row)
         return PromptRow(ids, fields, messages, store_images(row, images, self._images))
 
     def _render(self, row: Row, messages: list[Message]) -> str:
-        return _render_prompt(row, messages, self._tools, self._template)
+        return _render_prompt(row, self.prompt_column, messages, self._tools, self._template)
 
     def _check_rows(self, digest: Digest) -> npt.NDArray[np.int32]:
         """Return the number of prompt tokens of each row; ConfigError for the first invalid row."""
         lengths, num_images, names = [np.empty(0, np.int32)], 0, set[str]()
         for rows in _iterate_chunks(self._rows, self._images):
-            chats, images = read_chats(rows, self._prompt, self._images)
+            chats, images = read_chats(rows, self.prompt_column, self._images)
             texts = list(map(self._render, rows, chats))
             for row, messages in zip(rows, chats, strict=True):
                 self._check_row(row, messages)
                 digest.add(row.values)
-            ids = expand_images(rows, _encode(texts, self._tokenizer), images, self._images)
+            ids = _encode_prompts(texts, self._tokenizer)
+            ids = expand_images(rows, ids, images, self._images)
             lengths.append(np.array(list(map(len, ids)), np.int32))
             num_images += sum(map(len, images))
             names.update(*(row.values for row in rows))
@@ -154,14 +203,15 @@ class FilePrompts:
         return np.concatenate(lengths)
 
     def _check_row(self, row: Row, messages: list[Message]) -> None:
-        answer = self._answer.get(row)
-        if answer is None or answer != answer:  # NaN, which pandas writes for a missing number
-            raise row.build_error(f"has no answer in {self._answer}: it is {answer}")
+        answer = None if self.answer_column is None else self.answer_column.get(row)
+        # NaN is what pandas writes for a missing number.
+        if self.answer_column is not None and (answer is None or answer != answer):
+            raise row.build_error(f"has no answer in {self.answer_column}: it is {answer}")
         try:
             if self._check_chat is not None:
                 self._check_chat(messages)
         except ConfigError as error:
-            raise row.build_error(f"of {self._prompt} cannot be used: {error}") from error
+            raise row.build_error(f"of {self.prompt_column} cannot be used: {error}") from error
         try:
             if self._check_answer is not None:
                 self._check_answer(answer)
@@ -194,13 +244,15 @@ def load_prompts(
     check_answer: Callable[[Any], object] | None = None,
     images: RowImages | None = None,
 ) -> FilePrompts:
-    """Load chats of a source (`open_rows`) as prompts, by the tokenizer's chat template.
+    """Load chats or texts of a source (`open_rows`) as prompts, by the tokenizer's chat template.
+
+    A text is a message of the user or, without a chat template, the prompt as it is.
 
     Args:
         path: File, folder or import path.
         config: Names of columns; prompts over max_prompt_tokens are refused or dropped, by
             data.long_prompts.
-        tokenizer: Tokenizer with a chat template.
+        tokenizer: Tokenizer, of a base model also without a chat template.
         setting: Key that named `path`, for errors.
         check_chat: Raises ConfigError for a chat that cannot be used.
         check_answer: Raises ValueError for an answer that cannot be used.
@@ -216,11 +268,9 @@ def load_prompts(
 
 def load_supervised(
     path: str | Path,
-    prompt_column: str,
+    config: DataConfig,
     response_column: str,
     tokenizer: PreTrainedTokenizerBase,
-    *,
-    tools_column: str = "",
     images: RowImages | None = None,
 ) -> Batch:
     """Load chats and responses to imitate; each response ends with the end-of-sequence token.
@@ -229,18 +279,19 @@ def load_supervised(
     images if there are any.
     Raises ConfigError as `load_prompts` does.
     """
-    prompt = RowColumn(prompt_column, "data.prompt_column")
+    source = open_rows(path, "warm_start.train_file")
+    prompt = choose_prompt_column(source[0], config)
     response = RowColumn(response_column, "warm_start.response_column")
-    tools = _build_tools_column(tools_column)
+    tools = _build_tools_column(config.tools_column)
     template, prompts = ChatTemplate(tokenizer), list[list[int]]()
     responses: list[list[int]] = []
     digests: list[tuple[str, ...]] = []
-    for rows in _iterate_chunks(open_rows(path, "warm_start.train_file"), images):
+    for rows in _iterate_chunks(source, images):
         chats, files = read_chats(rows, prompt, images)
         pairs = zip(rows, chats, strict=True)
-        texts = [_render_prompt(row, chat, tools, template) for row, chat in pairs]
+        texts = [_render_prompt(row, prompt, chat, tools, template) for row, chat in pairs]
         answers = [response.get_text(row) for row in rows]
-        prompts += expand_images(rows, _encode(texts, tokenizer), files, images)
+        prompts += expand_images(rows, _encode_prompts(texts, tokenizer), files, images)
         digests += [store_images(*pair, images) for pair in zip(rows, files, strict=True)]
         responses += [[*ids, tokenizer.eos_token_id] for ids in _encode(answers, tokenizer)]
     response_ids = Jagged.pack(responses, np.int64)
@@ -254,11 +305,17 @@ def load_supervised(
     )
 
 
+def choose_prompt_column(row: Row, config: DataConfig) -> RowColumn:
+    """Return the column of prompts, by the columns of the first row of a source."""
+    return choose_column(row, config.prompt_column, "data.prompt_column", PROMPT_COLUMNS)
+
+
 def read_chats(
     rows: Sequence[Row], column: RowColumn, images: RowImages | None
 ) -> tuple[list[list[Message]], list[list[StoredImage]]]:
-    """Read the chats of rows, and the images of each, in the order of the chat."""
-    chats = [read_chat(row, column, with_images=images is not None) for row in rows]
+    """Read the prompts of rows as chats, and the images of each, in the order of the chat."""
+    with_images = images is not None
+    chats = [read_chat(row, column, text_role="user", with_images=with_images) for row in rows]
     if images is None:
         return chats, [[] for _ in rows]
     return chats, [images.place(row, chat) for row, chat in zip(rows, chats, strict=True)]
@@ -305,20 +362,40 @@ def _iterate_chunks(rows: RowSource, images: RowImages | None) -> Iterator[list[
 
 
 def _render_prompt(
-    row: Row, messages: list[Message], tools: RowColumn | None, template: ChatTemplate
+    row: Row,
+    prompt: RowColumn,
+    messages: list[Message],
+    tools: RowColumn | None,
+    template: ChatTemplate,
 ) -> str:
     """Render the chat of a row up to where the response begins."""
+    schemas = read_tool_schemas(row, tools)
+    is_text = isinstance(prompt.get(row), str)
+    if is_text and not schemas and not template.tokenizer.chat_template:  # a base model
+        return str(messages[0]["content"])
     try:
-        return template.write(messages, read_tool_schemas(row, tools), add_generation_prompt=True)[
-            0
-        ]
+        return template.write(messages, schemas, add_generation_prompt=True)[0]
     except ChatTemplateError as error:
         raise row.build_error(str(error)) from error
 
 
-def _encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    """Encode texts; the chat template has written all special tokens already."""
+def _encode_prompts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Encode prompts: a chat template has written all special tokens already, as BOS.
+
+    Without a template they are added as vLLM's completions and TRL do, except a last EOS.
+    """
+    if tokenizer.chat_template:
+        return _encode(texts, tokenizer)
+    ids = _encode(texts, tokenizer, add_special_tokens=True)
+    return [row[:-1] if row[-1] == tokenizer.eos_token_id else row for row in ids]
+
+
+def _encode(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool = False
+) -> list[list[int]]:
     different = list(dict.fromkeys(texts))  # questions and short answers repeat
-    encoded = tokenizer(different, add_special_tokens=False, return_attention_mask=False)
+    encoded = tokenizer(
+        different, add_special_tokens=add_special_tokens, return_attention_mask=False
+    )
     ids: dict[str, list[int]] = dict(zip(different, encoded["input_ids"], strict=True))
     return [ids[text] for text in texts]

@@ -14,6 +14,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, find_missing_part
+from mcore_rl.data.datasets import choose_prompt_column
 from mcore_rl.data.files import Digest, open_rows
 from mcore_rl.data.image_files import ImageError, StoredImage
 from mcore_rl.data.images import RowImages
@@ -163,7 +164,7 @@ def load_chats(
     response_ids and response_mask. Raises ConfigError as `load_conversations` does.
     """
     source = open_rows(name, "warm_start.train_file")
-    messages = RowColumn(config.prompt_column, "data.prompt_column")
+    messages = choose_prompt_column(source[0], config)
     tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
     template, conversations = ChatTemplate(tokenizer), list[Tokens]()
     rows = read_supervised_rows(source, messages, tools, images.place if images else None)

@@ -222,8 +222,10 @@ class RowImages:
         for message in messages:
             inline = message.pop("images", [])
             num = (message["content"] or "").count(IMAGE_MARK)
-            entries = [next(rest, None) if v is None else v for v in inline or [None] * num]
-            placed = [self._inspect(row, entry) for entry in entries]
+            placed = [
+                self._inspect(row, next(rest, None) if v is None else v, is_inline=v is not None)
+                for v in inline or [None] * num
+            ]
             if placed:
                 message["content"] = message["content"].replace(IMAGE_MARK, self.tokens.placeholder)
                 message["images"] = [image.digest for image in placed]
@@ -253,7 +255,12 @@ class RowImages:
                 f"{', '.join(sorted(names))}"
             )
 
-    def _inspect(self, row: Row, entry: Any) -> StoredImage:
+    def _inspect(self, row: Row, entry: Any, *, is_inline: bool) -> StoredImage:
+        if entry is None and self.column.name not in row.values:
+            raise row.build_error(
+                f"has an image in its messages without a file or URL, and no {self.column} to take "
+                f"it from; it has: {', '.join(row.values)}"
+            )
         if entry is None:
             raise row.build_error(
                 f"has fewer images in {self.column} than places in its messages; allowed: one for "
@@ -262,7 +269,8 @@ class RowImages:
         try:
             return inspect_image(self._read(entry), self.max_pixels)
         except ImageError as error:
-            raise row.build_error(f"has an entry of {self.column} that {error}") from error
+            place = "image in its messages" if is_inline else f"entry of {self.column}"
+            raise row.build_error(f"has an {place} that {error}") from error
 
     def _read(self, entry: Any) -> bytes:
         """Return the file of an entry."""

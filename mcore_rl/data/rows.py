@@ -20,8 +20,12 @@ T_co = TypeVar("T_co", covariant=True)
 Message = dict[str, Any]  # role, content, and other keys that a chat template reads: tool_calls
 REASONING = ("reasoning_content", "reasoning", "thinking")  # keys of reasoning beside content
 IMAGE_MARK = "\ue002"  # a private character: the place of an image in the content of a message
+# Columns that published data has, where data.prompt_column or data.answer_column is not set.
+PROMPT_COLUMNS = ("messages", "prompt", "question", "problem")
+ANSWER_COLUMNS = ("answer", "solution", "ground_truth", "label")
 _CHAT = "a list of messages with a role and a content of text"
 _PARTS = f"{_CHAT}, or of parts of the types text and, with data.images_column, image or image_url"
+_IMAGE_TYPES = ("image", "image_url")
 _CALLS = (
     "a chat whose calls are objects with a name and with arguments, which are an object or its "
     "JSON text"
@@ -55,6 +59,16 @@ class RowColumn:
     def build_error(self, row: Row, value: object, allowed: str) -> ConfigError:
         """Build the error for a value that is not allowed."""
         return row.build_error(f"of {self} is {str(value)[:80]!r}; it must be {allowed}")
+
+
+def choose_column(row: Row, name: str | None, setting: str, names: Sequence[str]) -> RowColumn:
+    """Return the column that a setting names or, if it is None, the first of `names` in a row.
+
+    Without any of them it is the first name, whose absence is an error when it is read.
+    """
+    if name is None:
+        name = next((known for known in names if known in row.values), names[0])
+    return RowColumn(name, setting)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +194,8 @@ def read_preference_rows(
     """Read prompts with a preferred and a rejected continuation, and the margin between them."""
 
     def parse(row: Row) -> PreferenceRow:
-        messages, *answers = (read_chat(row, column) for column in (prompt, chosen, rejected))
+        messages = read_chat(row, prompt, text_role="user")
+        answers = [read_chat(row, column, text_role="assistant") for column in (chosen, rejected)]
         for column, answer in zip((chosen, rejected), answers, strict=True):
             if answer[-1]["role"] != "assistant":
                 raise column.build_error(
@@ -199,7 +214,9 @@ def read_preference_rows(
     return TypedRows(rows, parse)
 
 
-def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list[Message]:
+def read_chat(
+    row: Row, column: RowColumn, *, text_role: str = "", with_images: bool = False
+) -> list[Message]:
     """Read messages with a role and a text as content; content may be null beside `tool_calls`.
 
     Other null keys of messages and calls are dropped. Arguments keep theirs, except in a table,
@@ -207,18 +224,28 @@ def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list
     Parts of a content are joined to a text.
 
     Args:
+        text_role: Role of the message that a text is taken for. "": a text is refused.
         with_images: Allow parts of images. They become IMAGE_MARK, and entries of the message's
             `images`: the image in the part, or None for the next one of the row.
     """
     value = column.get(row)
+    if text_role and isinstance(value, str) and value.strip():
+        return [{"role": text_role, "content": value}]
     if not isinstance(value, list) or not value or not all(isinstance(m, dict) for m in value):
-        raise column.build_error(row, value, _CHAT)
+        allowed = f"a text, or {_CHAT}" if text_role else _CHAT
+        raise column.build_error(row, value, allowed)
     drop = drop_nulls if row.is_table else _drop_null_keys
     messages = [{"content": m.get("content")} | drop(m) for m in value]
     for message in messages:
         if isinstance(message["content"], list):
+            if not with_images and any(map(_is_image, message["content"])):
+                raise row.build_error(
+                    f"of {column} has an image in a message; allowed: text or, of rl, sft and eval "
+                    "with a model that reads images, data.images_column=images, even if no column "
+                    "has that name"
+                )
             try:
-                message |= _join_parts(message["content"], with_images)
+                message |= _join_parts(message["content"])
             except (TypeError, KeyError, ValueError) as error:
                 raise column.build_error(row, message["content"], _PARTS) from error
         is_text = isinstance(message["content"], str)
@@ -238,13 +265,17 @@ def read_chat(row: Row, column: RowColumn, *, with_images: bool = False) -> list
     return messages
 
 
-def _join_parts(parts: list[Any], with_images: bool) -> Message:
+def _is_image(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in _IMAGE_TYPES
+
+
+def _join_parts(parts: list[Any]) -> Message:
     """Return content and images of a message of parts; raise for other parts."""
     content, images = "", list[Any]()
     for part in parts:
         if part["type"] == "text" and isinstance(part["text"], str):
             content += part["text"]
-        elif with_images and part["type"] in ("image", "image_url"):
+        elif part["type"] in _IMAGE_TYPES:
             content += IMAGE_MARK
             images.append(part.get("image_url") or part.get("image"))
         else:

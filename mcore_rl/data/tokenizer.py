@@ -25,22 +25,25 @@ _AUTO = "transformers.models.auto.auto_factory"
 
 
 def load_tokenizer(
-    path: str | Path, chat_date: str = ModelConfig.chat_date
+    path: str | Path, chat_date: str = ModelConfig.chat_date, *, needs_template: bool = True
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a checkpoint folder (model.path) from local files only.
 
     Its chat template writes `chat_date` (model.chat_date) as today's date.
 
+    Args:
+        needs_template: False allows a base model without a chat template.
+
     Raises:
         ConfigError: the folder has no tokenizer, or it lacks an end-of-sequence token or a chat
-            template.
+            template that it needs.
     """
     tokenizer = read_tokenizer(path)
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             f"the tokenizer of model.path={str(path)!r} has no eos_token; it needs one"
         )
-    if not tokenizer.chat_template:
+    if needs_template and not tokenizer.chat_template:
         raise ConfigError(
             f"the tokenizer of model.path={str(path)!r} has no chat template; it needs one, "
             f"in chat_template.jinja or tokenizer_config.json"

@@ -183,7 +183,7 @@ def check_evaluation(config: EvalConfig) -> EvaluationInputs:
     check_server_settings(run.rollout, device=detect_device_type())
     plan = plan_evaluation(run)
     check_model(run, plan)
-    tokenizer = load_tokenizer(run.model.path, run.model.chat_date)
+    tokenizer = load_tokenizer(run.model.path, run.model.chat_date, needs_template=False)
     check_tokenizer_matches(tokenizer, get_field(read_config(run.model.path), "vocab_size"))
     images = load_row_images(run.data, run.model.path, config.output_dir, config.rollout.max_images)
     sets = {
@@ -447,7 +447,7 @@ class SetSamples:
             "number": [number for _ in range(len(prompts)) for number in range(n)],
             "prompt": [prompt_texts[row] for row in prompt_rows],
             "response": texts,
-            "answer": [str(fields[row]["answer"]) for row in prompt_rows],
+            "answer": [str(fields[row].get("answer", "")) for row in prompt_rows],
             "reward": samples.array("rewards").tolist(),
             "correct": [
                 bool(score >= config.correct_from) and not error

@@ -256,9 +256,10 @@ def _list_data_files(config: RLConfig) -> dict[str, str]:
 
 def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
     """Load tokenizer and data; check them against the model, the reward and the agent loop."""
-    tokenizer = load_tokenizer(config.model.path, config.model.chat_date)
+    is_agent = config.agent.loop != "single_turn"
+    tokenizer = load_tokenizer(config.model.path, config.model.chat_date, needs_template=is_agent)
     check_tokenizer_matches(tokenizer, get_field(read_config(config.model.path), "vocab_size"))
-    if config.agent.loop != "single_turn":
+    if is_agent:
         from mcore_rl.agents.runner import check_agent, try_out  # imports HTTP clients
 
         stop_ids = read_stop_ids(config.model.path)
@@ -279,7 +280,7 @@ def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
     _check_row_counts(config, inputs)
     for prompts in (inputs.train, *inputs.tests.values()):
         check_columns(config.reward, prompts[0].fields)
-    if config.agent.loop != "single_turn":
+    if is_agent:
         try_out(config.agent, inputs.train[0].fields)
     return inputs
 
@@ -309,6 +310,8 @@ def load_prompt_files(
             check_answer=check_answer,
             images=images and images.open_beside(name),
         )
+        for line in prompts.describe_columns():
+            print(line)
         if prompts.num_dropped:
             print(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "
@@ -486,14 +489,7 @@ def _load_examples(
     if not warm.response_column:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         return load_chats(warm.train_file, config.data, longest, tokenizer, images=images)
-    return load_supervised(
-        warm.train_file,
-        config.data.prompt_column,
-        warm.response_column,
-        tokenizer,
-        tools_column=config.data.tools_column,
-        images=images,
-    )
+    return load_supervised(warm.train_file, config.data, warm.response_column, tokenizer, images)
 
 
 # The frozen models that score: reward model and teachers

@@ -361,12 +361,16 @@ def check_columns(config: RewardConfig, columns: Collection[str]) -> None:
             settings.check_columns(f"{key}.settings", columns)
 
 
-def build_answer_check(config: RewardConfig) -> Callable[[object], None]:
-    """Return a check that raises ValueError for an answer that can earn no reward."""
-    checks: list[partial[object]] = []
+def build_answer_check(config: RewardConfig) -> Callable[[object], None] | None:
+    """Return a check that raises ValueError for an answer that can earn no reward.
+
+    None: no reward says that it reads an answer (`reads_answer`).
+    """
+    checks, reads_answer = list[partial[object]](), False
     for name, term in list_reward_terms(config).items():
         registry = get_registry(f"reward.terms.{name}" if name else "reward")
         check = getattr(registry[term.name], "check_answer", None)
+        reads_answer |= check is not None
         if check is not None and term.weight:  # a reward without weight is only a metric
             checks.append(
                 partial(check, settings=registry.build_settings(term.name, term.settings))
@@ -376,7 +380,7 @@ def build_answer_check(config: RewardConfig) -> Callable[[object], None]:
         for check in checks:
             check(answer)
 
-    return check_all
+    return check_all if reads_answer else None
 
 
 def check_judge_models(config: RewardConfig, models: Collection[str]) -> None:

@@ -255,10 +255,11 @@ class RolloutWorker:
                 node_rank=rank,
             )
         )
-        tokenizer = load_tokenizer(spec.model_path, spec.chat_date)
+        is_agent = spec.agent.loop != "single_turn"
+        tokenizer = load_tokenizer(spec.model_path, spec.chat_date, needs_template=is_agent)
         self._reward_manager = RewardManager(spec.reward, decode=tokenizer.decode)
         self._agent: SingleTurnLoop | AgentRunner
-        if spec.agent.loop == "single_turn":
+        if not is_agent:
             self._agent = SingleTurnLoop(self._server, tokenizer, self._reward_manager)
         else:
             from mcore_rl.agents.runner import AgentRunner  # imports HTTP clients

@@ -115,7 +115,7 @@ class SampleLog:
 
 @functools.cache
 def _load_tokenizer(path: str) -> PreTrainedTokenizerBase:
-    return load_tokenizer(path)
+    return load_tokenizer(path, needs_template=False)
 
 
 def _load_write_and_show(batch: Batch, path: str, *args: Any) -> tuple[str, list[str]]:

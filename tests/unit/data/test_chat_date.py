@@ -66,7 +66,7 @@ def test_rows_agents_and_examples_have_the_same_date(tmp_path):
     prompt = load_prompts(file, DataConfig(), tokenizer)[0].prompt_ids
     assert "Today Date: 09 Mar 2025" in tokenizer.decode(prompt)
     assert select_codec(load_tokenizer(path, "2025-03-09")).render(parse_messages(CHAT)) == prompt
-    supervised = load_supervised(file, "messages", "response", tokenizer)
+    supervised = load_supervised(file, DataConfig(), "response", tokenizer)
     assert supervised.jagged("prompt_ids")[0].tolist() == prompt
     config = ConversationsConfig(messages_column="whole")
     examples = load_conversations(str(file), config, tokenizer)

@@ -89,7 +89,7 @@ def test_a_row_with_a_message_that_is_not_written_is_refused(
     tokenizer, name = tokenizer_of(family, template), write([ASK, END], messages)
     for load in (
         lambda: load_prompts(name, DataConfig(), tokenizer),
-        lambda: load_supervised(name, "messages", "response", tokenizer),
+        lambda: load_supervised(name, DataConfig(), "response", tokenizer),
         lambda: load_conversations(name, ConversationsConfig(), tokenizer),
     ):
         with pytest.raises(ConfigError, match=f"rows.jsonl': row 1 .*{message}.*; allowed: "):

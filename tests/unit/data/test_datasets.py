@@ -3,6 +3,7 @@ import json
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DataConfig
@@ -50,11 +51,67 @@ def test_prompt_and_answer_columns_may_have_other_names(parquet, tokenizer):
     assert load_prompts(path, config, tokenizer)[0].fields == {"solution": "3", "answer": "3"}
 
 
+@pytest.mark.parametrize(
+    ("columns", "names", "fields"),
+    [
+        (("prompt", "solution"), ["prompt", "solution"], {"solution": "3", "answer": "3"}),
+        (("question", "label"), ["question", "label"], {"label": "3", "answer": "3"}),
+        (("problem", "ground_truth"), ["problem", "ground_truth"], {"ground_truth": "3"}),
+        (("messages", "answer"), [], {"answer": "3"}),
+        (("problem", "question", "answer"), ["question"], {"problem": CHATS[0]}),
+        (("prompt", "gold"), ["prompt"], {"gold": "3"}),
+    ],
+)
+def test_columns_are_the_first_known_ones_where_no_setting_names_them(
+    parquet, tokenizer, columns, names, fields
+):
+    *prompts, answer = columns
+    path = parquet(**{name: [CHATS[0]] for name in prompts}, **{answer: ["3"]})
+    loaded = load_prompts(path, DataConfig(), tokenizer)
+    assert loaded[0].messages == CHATS[0]
+    assert fields.items() <= loaded[0].fields.items()
+    assert ("answer" in loaded[0].fields) == (answer != "gold")
+    lines = list(loaded.describe_columns())
+    assert len(lines) == len(names)
+    for name, line in zip(names, lines, strict=True):
+        assert f"{path!r}: column {name!r} is read, as data." in line
+
+
+def test_text_prompt_is_a_message_of_the_user(parquet, tokenizer):
+    path = parquet(prompt=["Add 1 and 2."], chat=[CHATS[0]], answer=["3"])
+    from_text = load_prompts(path, DataConfig(), tokenizer)[0]
+    from_chat = load_prompts(path, DataConfig(prompt_column="chat"), tokenizer)[0]
+    assert from_text.prompt_ids == from_chat.prompt_ids
+    assert from_text.messages == from_chat.messages == CHATS[0]
+
+
+def test_text_prompt_is_tokenised_as_it_is_without_a_chat_template(parquet):
+    base = tiny_model.train_tokenizer(["Add 1 and 2. Be brief."] * 20)
+    base.chat_template = None
+    base.bos_token = base.eos_token
+    base.backend_tokenizer.post_processor = TemplateProcessing(
+        single="$A <|im_end|>", special_tokens=[("<|im_end|>", base.eos_token_id)]
+    )
+    text, chat = parquet(prompt=["Add 1 and 2."], answer=["3"]), CHATS[:1]
+    ids = load_prompts(text, DataConfig(), base)[0].prompt_ids
+    assert base.decode(ids) == "Add 1 and 2."  # without EOS
+    base.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|im_start|> $A",
+        special_tokens=[("<|im_start|>", base.convert_tokens_to_ids("<|im_start|>"))],
+    )
+    ids = load_prompts(text, DataConfig(), base)[0].prompt_ids
+    assert base.decode(ids) == "<|im_start|>Add 1 and 2."
+    with pytest.raises(
+        ConfigError, match=r"row 0 is a chat .* no chat template; allowed: a prompt"
+    ):
+        load_prompts(parquet(messages=chat, answer=["3"]), DataConfig(), base)
+
+
 def test_supervised_rows_end_with_the_end_of_sequence_and_train_on_all_of_the_response(
     parquet, tokenizer
 ):
     path = parquet(messages=CHATS, response=["#### 3", "30+4=34\n#### 34"])
-    batch = load_supervised(path, "messages", "response", tokenizer)
+    batch = load_supervised(path, DataConfig(), "response", tokenizer)
     assert len(batch) == 2
     for row, text in enumerate(["#### 3", "30+4=34\n#### 34"]):
         response = batch.jagged("response_ids")[row].tolist()
@@ -79,15 +136,19 @@ def test_a_file_that_is_no_parquet_is_named(tmp_path, tokenizer):
 
 
 def test_a_missing_column_is_named_with_its_setting_and_the_columns_there_are(parquet, tokenizer):
-    path = parquet(messages=CHATS, solution=["3", "34"])
+    path = parquet(messages=CHATS, truth=["3", "34"])
     with pytest.raises(
-        ConfigError, match=r"no column 'answer' \(data\.answer_column\); it has: messages, solution"
+        ConfigError, match=r"no column 'answer' \(data\.answer_column\); it has: messages, truth"
     ):
-        load_prompts(path, DataConfig(), tokenizer)
+        load_prompts(path, DataConfig(), tokenizer, check_answer=str)
+    with pytest.raises(ConfigError, match=r"no column 'solution' \(data\.answer_column\)"):
+        load_prompts(path, DataConfig(answer_column="solution"), tokenizer)
+    with pytest.raises(ConfigError, match=r"no column 'prompt' \(data\.prompt_column\)"):
+        load_prompts(path, DataConfig(prompt_column="prompt"), tokenizer)
     with pytest.raises(
         ConfigError, match=r"warm_start\.train_file=.*'response' \(warm_start\.response_column\)"
     ):
-        load_supervised(path, "messages", "response", tokenizer)
+        load_supervised(path, DataConfig(), "response", tokenizer)
 
 
 def test_a_file_without_rows_is_refused(parquet, tokenizer):
@@ -98,7 +159,7 @@ def test_a_file_without_rows_is_refused(parquet, tokenizer):
 
 @pytest.mark.parametrize(
     "chat",
-    ["Add 1 and 2.", None, [], [{"role": "user", "content": None}], [{"content": "Add 1 and 2."}]],
+    [" ", None, [], [{"role": "user", "content": None}], [{"content": "Add 1 and 2."}]],
 )
 def test_a_prompt_that_is_no_chat_is_refused(parquet, tokenizer, chat):
     path = parquet(messages=[chat], answer=["3"])
@@ -161,7 +222,7 @@ def test_tools_of_a_row_are_given_to_the_template(parquet):
     texts = ["<add>user:Add 1 and 2.\n", "system:Be brief.\nuser:Add 30 and 4.\n"]
     assert [words.decode(prompts[row].prompt_ids) for row in range(2)] == texts
     assert prompts[0].fields["tools"] == tools[0]
-    batch = load_supervised(path, "messages", "response", words, tools_column="tools")
+    batch = load_supervised(path, DataConfig(tools_column="tools"), "response", words)
     assert [words.decode(ids) for ids in batch.jagged("prompt_ids")] == texts
     without = load_prompts(path, DataConfig(), words)
     assert words.decode(without[0].prompt_ids) == "user:Add 1 and 2.\n"
@@ -179,7 +240,7 @@ def test_tools_that_the_template_does_not_use_are_refused(parquet, tokenizer):
 def test_a_response_that_is_no_text_is_refused(parquet, tokenizer):
     path = parquet(messages=CHATS, response=["#### 3", None])
     with pytest.raises(ConfigError, match=r"row 1 of column 'response' .*'None'; it must be text"):
-        load_supervised(path, "messages", "response", tokenizer)
+        load_supervised(path, DataConfig(), "response", tokenizer)
 
 
 @pytest.mark.parametrize(("answers", "row"), [(["3", None], 1), ([float("nan"), 34.0], 0)])

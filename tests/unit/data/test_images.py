@@ -210,6 +210,11 @@ def test_a_row_without_images_is_text_among_rows_with_them(model, tmp_path):
         ({"images": ["huge.png"]}, "which cannot be read .it has more than 8508608 bytes"),
         ({"images": ["loop"]}, "which cannot be read .Too many levels of symbolic links"),
         ({"images": ["https://host/a.png"]}, "row 0 .*allowed: an image file as bytes"),
+        (
+            {"prompt": user([{"type": "image_url", "image_url": {"url": "https://host/a.png"}}])},
+            "row 0 has an image in its messages that is 'https://host/a.png'; allowed: an image",
+        ),
+        ({"prompt": user([{"type": "image"}])}, "without a file or URL, and no column 'images'"),
         ({"images": [to_url(draw(200, 200))]}, "200 x 200 pixels; allowed: up to 30000"),
         ({"images": ["a\0.png"]}, "row 0 has an entry of column 'images'.*cannot be read"),
         ({"images": ["data:image/png;base64,\u00e9"]}, "row 0 .*damaged base64"),
@@ -233,6 +238,22 @@ def test_a_column_that_no_row_has_is_named(model, tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), "pictures": [to_url(RED)]})
     with pytest.raises(ConfigError, match=r"no row has column .images. .data.images_column., nor"):
         load(model, path)
+
+
+def test_images_without_their_setting_are_refused_or_named(model, tmp_path):
+    tokenizer = load_tokenizer(model)
+    entry = {"type": "image_url", "image_url": {"url": to_url(RED)}}
+    path = write(tmp_path / "rows.jsonl", {"prompt": user([entry])})
+    with pytest.raises(
+        ConfigError, match=r"row 0 .* has an image in a .*data.images_column=images"
+    ):
+        load_prompts(path, DataConfig(), tokenizer)
+    path = write(tmp_path / "rows.jsonl", {"prompt": user("<image>?"), "image": to_url(RED)})
+    with pytest.raises(ConfigError, match=r"row 0 has <image> .* data.images_column=image, or"):
+        load_prompts(path, DataConfig(), tokenizer)
+    path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), "images": [to_url(RED)]})
+    *_, line = load_prompts(path, DataConfig(), tokenizer).describe_columns()
+    assert "prompts are text alone: column 'images' is not read" in line
 
 
 def test_a_damaged_file_is_an_error_when_its_row_is_drawn(model, tmp_path):
@@ -365,7 +386,7 @@ def test_a_warm_start_has_the_images_of_its_rows(model, tmp_path):
         tmp_path / "pairs.jsonl",
         {"messages": user("<image>?"), "response": "red", "images": [to_url(RED)]},
     )
-    pairs = load_supervised(str(path), "messages", "response", tokenizer, images=images)
+    pairs = load_supervised(str(path), data, "response", tokenizer, images)
     assert pairs.jagged("prompt_ids")[0].tolist().count(PAD) == 4
 
 

@@ -224,13 +224,25 @@ def test_preferences_have_a_prompt_two_answers_and_maybe_a_margin(tmp_path):
     assert isinstance(item.margin, float)
     assert two == PreferenceRow(GOOD["prompt"], GOOD["chosen"], turns, None, [])
     assert [row.margin for row in read_preference_rows(rows, *PREFERENCE)] == [None, None]
+    [texts] = read_preference_rows(
+        source(tmp_path, {"prompt": "a", "chosen": "b", "rejected": "c"}), *PREFERENCE
+    )
+    assert (texts.prompt, texts.chosen, texts.rejected) == (
+        GOOD["prompt"], GOOD["chosen"], GOOD["rejected"],
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"prompt": "a"}, "column 'prompt' (data.prompt_column) is 'a'; it must be a list of mess"),
-        ({"chosen": []}, "column 'chosen' (data.chosen_column) is '[]'; it must be a list of mess"),
+        (
+            {"prompt": 7},
+            "column 'prompt' (data.prompt_column) is '7'; it must be a text, or a",
+        ),
+        (
+            {"chosen": []},
+            "column 'chosen' (data.chosen_column) is '[]'; it must be a text, or",
+        ),
         ({"chosen": [message("user", "b")]}, "of which the last is the assistant's"),
         ({"rejected": GOOD["chosen"]}, "it must be another answer than 'chosen'"),
         ({"margin": "much"}, "is 'much'; it must be a finite number, or null"),
