@@ -107,9 +107,10 @@ class JobCommand:
         if self.has_recipes and options.list_recipes:
             print_text("\n".join(recipes.list_descriptions()))
             return
-        from mcore_rl.cli.compose import compose_config, format_recipe  # imports Hydra
+        with exempt_imports_from_gc():
+            from mcore_rl.cli.compose import compose_config, format_recipe  # imports Hydra
 
-        config: Any = compose_config(schema, words)
+            config: Any = compose_config(schema, words)
         if options.print_config:
             line = shlex.join(["mcore-rl", self.name, *words])
             print_text(f"# {line}\n{format_recipe(config)}".rstrip())
@@ -121,6 +122,10 @@ class JobCommand:
                 raise ConfigError(f"--{name.replace('_', '-')} is an option of --dry-run")
         for warning in self.list_warnings(config):
             print(f"mcore-rl {self.name}: warning: {warning}", file=sys.stderr)
+        with exempt_imports_from_gc():
+            from mcore_rl.jobs.early_checks import check_early  # imports pyarrow
+
+            check_early(config, needs_data=not options.dry_run)
         if options.dry_run:
             self.dry_run(config, options)
         else:

@@ -13,7 +13,11 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.packages import EXTRAS, describe_missing
 from mcore_rl.controller.process_cleanup import EXIT_STOPPED, RunStopped
 from mcore_rl.jobs.failure import RunFailed
-from mcore_rl.observability.process import record_start, skip_gc_at_exit
+from mcore_rl.observability.process import (
+    exempt_imports_from_gc,
+    record_start,
+    skip_gc_at_exit,
+)
 
 if TYPE_CHECKING:
     from mcore_rl.cli.options import Parser
@@ -113,7 +117,9 @@ def run_command(name: str, arguments: list[str]) -> int:
     can be resumed, else 128 + n for signal n.
     """
     try:
-        return load_command(name).main(arguments) or 0
+        with exempt_imports_from_gc():
+            command = load_command(name)
+        return command.main(arguments) or 0
     except ConfigError as error:
         return _report(name, str(error), 2)
     except RunFailed as error:

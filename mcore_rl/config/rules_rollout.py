@@ -19,6 +19,8 @@ from mcore_rl.config.schema import (
 )
 
 ROLE = "models."  # before its name, the role of a model
+# Agent loops whose trajectories are scored by config.reward; other loops may score by themselves.
+REWARDED_LOOPS = ("single_turn", "tools", "program", "user")
 # Settings of a frozen model that are those of its servers, under the same names.
 _SERVER_PARTS = (
     "backend", "num_servers", "tp", "dp", "ep", "temperature", "top_p", "top_k", "max_num_seqs",

@@ -24,7 +24,8 @@ from mcore_rl.data.rows import (
     ConcatFiles,
     Message,
     RowColumn,
-    choose_column,
+    choose_answer_column,
+    choose_prompt_column,
     read_chat,
     read_tool_schemas,
 )
@@ -102,9 +103,7 @@ class FilePrompts:
         self._images = images
         self._tokenizer, self._template = tokenizer, ChatTemplate(tokenizer)
         self.prompt_column = choose_prompt_column(rows[0], config)
-        self.answer_column: RowColumn | None = choose_column(
-            rows[0], config.answer_column, "data.answer_column", ANSWER_COLUMNS
-        )
+        self.answer_column: RowColumn | None = choose_answer_column(rows[0], config)
         is_needed = check_answer is not None or config.answer_column is not None
         if not is_needed and self.answer_column.name not in rows[0].values:
             self.answer_column = None
@@ -303,11 +302,6 @@ def load_supervised(
             **pack_images(digests),
         }
     )
-
-
-def choose_prompt_column(row: Row, config: DataConfig) -> RowColumn:
-    """Return the column of prompts, by the columns of the first row of a source."""
-    return choose_column(row, config.prompt_column, "data.prompt_column", PROMPT_COLUMNS)
 
 
 def read_chats(

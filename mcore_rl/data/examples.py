@@ -14,7 +14,6 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import ConversationsConfig, DataConfig, PairsConfig
 from mcore_rl.data.batch import Batch, Jagged, pack_images
 from mcore_rl.data.chat_template import MARK, ChatTemplate, ChatTemplateError, find_missing_part
-from mcore_rl.data.datasets import choose_prompt_column
 from mcore_rl.data.files import Digest, open_rows
 from mcore_rl.data.image_files import ImageError, StoredImage
 from mcore_rl.data.images import RowImages
@@ -26,6 +25,7 @@ from mcore_rl.data.rows import (
     RowColumn,
     SupervisedRow,
     TypedRows,
+    choose_prompt_column,
     read_preference_rows,
     read_supervised_rows,
 )

@@ -112,6 +112,10 @@ class RowSource(ABC):
     def __iter__(self) -> Iterator[Row]:
         return (self[row] for row in range(len(self)))
 
+    def read_first(self) -> Row:
+        """Return the first row, at little cost."""
+        return self[0]
+
 
 def open_rows(name: str | Path, setting: str) -> RowSource:
     """Open the rows of a file, a folder or a function; `setting` names it in errors.
@@ -133,11 +137,33 @@ def open_rows(name: str | Path, setting: str) -> RowSource:
     return rows
 
 
-def open_file(path: Path, source: str) -> RowSource:
-    """Open the rows of an existing path; `source` begins its errors."""
+def open_file(path: Path, source: str, *, max_rows: int | None = None) -> RowSource:
+    """Open the rows of an existing path; `source` begins its errors.
+
+    Args:
+        max_rows: Rows of JSONL to look for. None: all.
+    """
     if path.is_dir():
         return _ArrowRows(source, path)
-    return _JsonRows(source, path) if path.suffix == ".jsonl" else _ParquetRows(source, path)
+    if path.suffix == ".jsonl":
+        return _JsonRows(source, path, max_rows)
+    return _ParquetRows(source, path)
+
+
+def read_first_row(name: str, setting: str) -> Row | None:
+    """Read the first row of a file or a folder, and little else of it; None for a function.
+
+    Raises:
+        ConfigError: As `open_rows`.
+    """
+    path, source = Path(name), f"{setting}={name!r}"
+    if not path.exists() and re.fullmatch(_IMPORT_PATH, name):
+        return None
+    check_exists(setting, name)
+    rows = open_file(path, source, max_rows=1)
+    if not len(rows):
+        raise ConfigError(f"{source} has no rows")
+    return rows.read_first()
 
 
 # Arrow widens their numbers: 0.1 of a float32 column is 0.10000000149011612, which nobody answers.
@@ -214,6 +240,13 @@ class _ParquetRows(_TableRows):
                 f"up to {MAX_GROUP_BYTES}. Write it with a smaller row_group_size"
             )
 
+    def read_first(self) -> Row:
+        try:
+            batch = next(self._file.iter_batches(batch_size=1))
+        except (pa.ArrowInvalid, OSError) as error:
+            raise ConfigError(f"{self.source} cannot be read as parquet: {error}") from error
+        return self._convert(batch, 0)[0]
+
     def _read_table(self, index: int) -> pa.Table:
         table = self._cache.pop(index, None)
         if table is None:
@@ -266,14 +299,14 @@ def _list_arrow_files(source: str, folder: Path) -> list[Path]:
 class _JsonRows(RowSource):
     """Rows of JSON Lines; blank lines are skipped."""
 
-    def __init__(self, source: str, path: Path) -> None:
+    def __init__(self, source: str, path: Path, max_rows: int | None = None) -> None:
         super().__init__(source)
         try:
             self._file = os.fdopen(open_regular_fd(path), "rb")
         except OSError as error:
             raise ConfigError(f"{source} cannot be read: {error.strerror}") from error
         self._offsets, begin = array("q"), 0
-        while line := self._file.readline(MAX_LINE_BYTES + 1):
+        while len(self._offsets) != max_rows and (line := self._file.readline(MAX_LINE_BYTES + 1)):
             if len(line) > MAX_LINE_BYTES:
                 raise ConfigError(
                     f"{source}: row {len(self._offsets)} has more than {MAX_LINE_BYTES} bytes"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from mcore_rl.config.errors import ConfigError
 
 if TYPE_CHECKING:
+    from mcore_rl.config.schema import DataConfig, SetsConfig
     from mcore_rl.data.files import Row, RowSource
 
 T = TypeVar("T")
@@ -71,6 +72,16 @@ def choose_column(row: Row, name: str | None, setting: str, names: Sequence[str]
     return RowColumn(name, setting)
 
 
+def choose_prompt_column(row: Row, config: DataConfig | SetsConfig) -> RowColumn:
+    """Return the column of prompts, by the columns of the first row of a source."""
+    return choose_column(row, config.prompt_column, "data.prompt_column", PROMPT_COLUMNS)
+
+
+def choose_answer_column(row: Row, config: DataConfig | SetsConfig) -> RowColumn:
+    """Return the column of answers, by the columns of the first row of a source."""
+    return choose_column(row, config.answer_column, "data.answer_column", ANSWER_COLUMNS)
+
+
 @dataclass(frozen=True, slots=True)
 class SupervisedRow:
     """A conversation with the messages to train on."""
@@ -98,7 +109,7 @@ class TypedRows(Generic[T]):
     An invalid row is a ConfigError that names source, row, column, value and what is allowed.
     """
 
-    def __init__(self, rows: RowSource, parse: Callable[[Row], T]) -> None:
+    def __init__(self, rows: RowSource | Sequence[Row], parse: Callable[[Row], T]) -> None:
         self._rows = rows
         self._parse = parse
 
@@ -155,7 +166,7 @@ class ConcatFiles(Generic[F, T]):
 
 
 def read_supervised_rows(
-    rows: RowSource,
+    rows: RowSource | Sequence[Row],
     messages: RowColumn,
     tools: RowColumn | None = None,
     place_images: Callable[[Row, list[Message]], Sequence[Any]] | None = None,
@@ -184,7 +195,7 @@ def read_supervised_rows(
 
 
 def read_preference_rows(
-    rows: RowSource,
+    rows: RowSource | Sequence[Row],
     prompt: RowColumn,
     chosen: RowColumn,
     rejected: RowColumn,

@@ -21,7 +21,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.rules import list_test_files, list_train_files
 from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.rules_engine import validate_schedule
-from mcore_rl.config.rules_rollout import list_reward_terms
+from mcore_rl.config.rules_rollout import REWARDED_LOOPS, list_reward_terms
 from mcore_rl.config.schema import (
     AlgorithmConfig,
     DataConfig,
@@ -89,8 +89,6 @@ if TYPE_CHECKING:
 
     from mcore_rl.agents.chat_template.validation import CodecKind
 
-# Agent loops whose trajectories are scored by config.reward; other loops may score by themselves.
-REWARDED_LOOPS = ("single_turn", "tools", "program", "user")
 _CRITIC_AGGREGATIONS = "token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum"
 
 

@@ -48,7 +48,7 @@ _DATA_SETTING = re.compile(
 _LIKE_MODEL_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # NAME or ORG/NAME, no other path
 _EXPORT = "checkpoint.export_to"
 _LAST_FILE = "config.json"  # of an export: a folder without it is no checkpoint
-_HUBS = ("hf:", "ms:")
+HUBS = ("hf:", "ms:")
 _HUB_NAME = re.compile(r"(hf|ms):([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 # Fields of a file in a store that change with its content; the first that it has counts.
 _CONTENT_TAGS = (
@@ -88,7 +88,7 @@ def check_is_local(config: object) -> None:
         is_model = _MODEL_SETTING.fullmatch(key) or _ADAPTER_SETTING.fullmatch(key)
         if not isinstance(value, str) or not (is_model or _DATA_SETTING.fullmatch(key)):
             continue
-        if is_url(value) or (is_model and value.startswith(_HUBS)):
+        if is_url(value) or (is_model and value.startswith(HUBS)):
             raise ConfigError(f"{key}={value!r} is not on this machine; allowed: a local path")
 
 
@@ -104,7 +104,7 @@ def fetch_model(setting: str, name: str, *, with_weights: bool = True) -> str:
     patterns = [*_OTHER_FILES, *(_WEIGHTS if with_weights else ())]
     if is_url(name):
         return _fetch_url(setting, name, patterns, () if with_weights else (_INDEX,), is_model=True)
-    if not name.startswith(_HUBS):
+    if not name.startswith(HUBS):
         return _choose_folder(setting, name, with_weights=with_weights)
     if not (match := _HUB_NAME.fullmatch(name)):
         raise ConfigError(

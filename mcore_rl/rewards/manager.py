@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Real
 from typing import Any
 
 from mcore_rl.config.checks import check_positive
 from mcore_rl.config.errors import ConfigError
+from mcore_rl.config.event_loop import run_coroutine
+from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.rules_rollout import list_reward_terms
 from mcore_rl.config.schema import RewardConfig, RewardTerm
 from mcore_rl.data.sample import Sample
@@ -350,6 +352,43 @@ class RewardManager:
         except Exception as error:  # noqa: BLE001 (of a user's function)
             is_unchecked = term.unchecked and isinstance(error, CallTimeoutError | ProcessDiedError)
             return term.unchecked if is_unchecked else term.describe_failure(error)
+
+
+def try_functions(config: RewardConfig, sample: Sample, text: str, where: str) -> list[str]:
+    """Call the functions outside the package on a sample, as a run calls them; return their names.
+
+    Clients of servers (`post`) are not called, nor functions that read the results of other terms.
+
+    Raises:
+        ConfigError: One failed, with reward.on_error=stop. Otherwise a line is printed.
+    """
+    terms = {
+        name: term
+        for name, term in list_reward_terms(config).items()
+        if is_import_path(term.name) and _can_be_called_alone(name, term)
+    }
+    for name in terms:
+        alone = replace(config, terms={name: config.terms[name]} if name else {}, on_error="stop")
+        try:
+            run_coroutine(_call_once(alone, sample, text, where))
+        except RewardError as error:
+            if config.on_error == "stop":
+                raise ConfigError(str(error)) from error
+            print(f"{error} (reward.on_error={config.on_error!r}: the run goes on)")
+    return [term.name for term in terms.values()]
+
+
+def _can_be_called_alone(name: str, term: RewardTerm) -> bool:
+    function = get_registry(f"reward.terms.{name}" if name else "reward")[term.name]
+    return not {"post", "rewards"} & {*inspect.signature(function).parameters}
+
+
+async def _call_once(config: RewardConfig, sample: Sample, text: str, where: str) -> None:
+    manager = RewardManager(replace(config, num_processes=1))
+    try:
+        await manager([sample], [text], len(sample.response_ids), where)
+    finally:
+        await manager.close()
 
 
 def check_columns(config: RewardConfig, columns: Collection[str]) -> None:

@@ -28,10 +28,13 @@ from __future__ import annotations
 
 import importlib
 import math
+import sysconfig
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 from mcore_rl.algorithms.registry import Registry
@@ -56,6 +59,8 @@ OPTIONAL = (
 TURN_REWARDS = "turn_rewards"  # in a result: a number per turn
 TOKEN_REWARDS = "token_rewards"  # in a result: a list per turn, with a number per token
 _MAX_SHOWN = 200  # characters of a response or of its fields in an error
+_PACKAGE = Path(__file__).parents[1]
+_LIBRARIES = (sysconfig.get_paths()["stdlib"], "site-packages")
 _REWARDS: Registry[Reward] = Registry(
     "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL, 1
 )
@@ -264,8 +269,19 @@ def _is_finite(value: object) -> bool:
 
 
 def describe_exception(error: BaseException) -> str:
-    """Describe an exception of a user's code in one line."""
-    return f"raised {type(error).__name__}: {' '.join(str(error).split())[:_MAX_SHOWN]}"
+    """Describe an exception of a user's code in one line, with the line of the user's file."""
+    text = f"raised {type(error).__name__}: {' '.join(str(error).split())[:_MAX_SHOWN]}"
+    return f"{text.rstrip()} {_locate(error)}".rstrip()
+
+
+def _locate(error: BaseException) -> str:
+    """Return the last line of the file that this package has called; "" for a library's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    outer = [frame for frame in frames if not Path(frame.filename).is_relative_to(_PACKAGE)]
+    if not outer or any(part in outer[0].filename for part in _LIBRARIES):
+        return ""
+    last = [frame for frame in outer if frame.filename == outer[0].filename][-1]
+    return f"({Path(last.filename).name}:{last.lineno}: {(last.line or '')[:_MAX_SHOWN]})"
 
 
 def shorten_repr(value: object) -> str:

@@ -23,6 +23,7 @@ from mcore_rl.config.limits import (
     Date,
     FieldsOf,
     Finite,
+    Importable,
     Limit,
     Matches,
     MegatronName,
@@ -31,6 +32,7 @@ from mcore_rl.config.limits import (
     OneOf,
     PoolName,
     Range,
+    RowsOf,
     check_limit,
     list_limits,
 )
@@ -142,6 +144,8 @@ def list_outside(limit: Limit, is_float: bool) -> list[Any]:
             return [limit.size + 1]
         case MegatronName():
             return []  # tests/unit/engine/test_backends.py
+        case Importable() | RowsOf():
+            return []  # the registry or the reader checks them
         case Finite():
             return [NAN, INF]
         case NotEmpty():

@@ -144,6 +144,7 @@ def test_a_wrong_answer_names_the_reward_the_row_and_what_must_come_back(
     with pytest.raises(RewardError) as raised:
         judge(monkeypatch, answer)
     line = str(raised.value)
+    line = re.sub(r" \(test_judge\.py:\d+: [^)]+\)", "", line, count=1)  # where it raised
     assert line.startswith(f"reward.name='for_tests' {message}; it must return a finite number")
     assert "with 'reward' and the same keys for every response." in line
     assert "about row 3 of the data, with the fields {'answer': '7'} and the response" in line
@@ -257,7 +258,8 @@ def test_an_error_marks_its_sample_and_no_other(user_path, function, on_error):
         expected[3] = "ended its process with status 3"
     for sample, text, error in zip(samples, TEXTS, expected, strict=True):
         message = f"reward.name={user_path(function)!r} {error}".strip() if error else ""
-        assert sample.reward_error.strip() == message
+        assert re.sub(r" \(own\.py:\d+: .*\)$", "", sample.reward_error).strip() == message
+        assert ("(own.py:" in sample.reward_error) == ("raised" in error)
         assert sample.reward == (0.0 if error else 2.0)
         assert sample.reward_parts == ({} if error else {"length": len(text)})
 
@@ -271,7 +273,7 @@ def test_with_stop_an_error_is_raised(user_path, text):
 def test_an_async_call_has_a_limit_and_may_raise_a_time_out_of_its_own(user_path):
     config = RewardConfig(user_path("waits"), on_error="zero", timeout_s=0.2)
     first, second = compute_rewards(config, ["times out", "waits"])
-    assert first.reward_error.endswith("raised TimeoutError: ")
+    assert "raised TimeoutError: (own.py:50: raise TimeoutError)" in first.reward_error
     assert second.reward_error.endswith("took longer than 0.2 s (reward.timeout_s)")
 
 
@@ -300,8 +302,8 @@ def test_a_sample_with_an_error_is_not_evaluated_again(user_path):
     }
     config = RewardConfig(terms=terms, on_error="zero")
     samples = compute_rewards(config, ["raises", "all is well"])
-    assert samples[0].reward_error == (
-        "reward.terms.first.name='own.py:raises_or_sleeps' raised KeyError: 'solution'"
+    assert samples[0].reward_error.startswith(
+        "reward.terms.first.name='own.py:raises_or_sleeps' raised KeyError: 'solution' (own.py:"
     )
     assert samples[1].reward_parts["later"] == 3.0  # one response, of three words
     assert compute_rewards(config, ["raises"])[0].reward_parts == {}
