@@ -273,7 +273,7 @@ def test_with_stop_an_error_is_raised(user_path, text):
 def test_an_async_call_has_a_limit_and_may_raise_a_time_out_of_its_own(user_path):
     config = RewardConfig(user_path("waits"), on_error="zero", timeout_s=0.2)
     first, second = compute_rewards(config, ["times out", "waits"])
-    assert "raised TimeoutError: (own.py:50: raise TimeoutError)" in first.reward_error
+    assert "raised TimeoutError: (own.py:59: raise TimeoutError)" in first.reward_error
     assert second.reward_error.endswith("took longer than 0.2 s (reward.timeout_s)")
 
 
