@@ -19,6 +19,7 @@ from mcore_rl.config.atomic_file import open_lock, write_file
 from mcore_rl.config.checks import check_model_exists
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
+from mcore_rl.config.python_objects import is_object_name
 from mcore_rl.config.rules import list_test_files
 from mcore_rl.config.schema import (
     EvalConfig,
@@ -494,11 +495,13 @@ def _list_commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[lis
 def _list_eval_settings(folder: Path, config: RLConfig) -> Iterator[str]:
     """Yield the settings of `mcore-rl eval`; none if it cannot evaluate like the run.
 
-    It cannot with agents or with several reward terms.
+    It cannot with agents, with several reward terms, or with a reward of a Python session.
     """
-    if config.agent.loop != "single_turn" or config.reward.terms:
+    is_alike = config.agent.loop == "single_turn" and not config.reward.terms
+    if not is_alike or is_object_name(config.reward.name):
         return
-    sets = {name: file for name, (_, file) in list_test_files(config.data).items()}
+    files = {name: file for name, (_, file) in list_test_files(config.data).items()}
+    sets = {name: file for name, file in files.items() if not is_object_name(file)}
     made = get_task_paths(folder / "task").test_file
     if config.task.name and made.is_file():
         sets["test"] = str(made)

@@ -321,6 +321,12 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
     ]  # fmt: skip
 
 
+def test_held_out_rows_of_a_python_session_are_named_as_the_users_choice():
+    config = compose_config(RLConfig, ["data.test_file=<python>:rows"])
+    evaluated, _ = list_next_commands(Path("out"), config)
+    assert evaluated[3:] == ["data.sets.NAME=FILE"]
+
+
 @pytest.mark.parametrize(
     "setting", ["data.max_image_pixels=9", "data.images_dir=p", "rollout.max_images=3"]
 )
@@ -330,7 +336,10 @@ def test_an_evaluation_has_the_limits_of_images_of_the_run(setting):
     assert {"data.images_column=images", setting} <= {*evaluated}
 
 
-@pytest.mark.parametrize("setting", ["agent.loop=tools", "reward.terms.math={weight: 1.0}"])
+@pytest.mark.parametrize(
+    "setting",
+    ["agent.loop=tools", "reward.terms.math={weight: 1.0}", "reward.name=<python>:score"],
+)
 def test_no_evaluation_is_named_that_would_be_another_one(setting):
     config = compose_config(RLConfig, [setting])
     assert [line[1] for line in list_next_commands(Path("out"), config)] == ["chat"]
