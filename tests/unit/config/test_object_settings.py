@@ -45,6 +45,8 @@ def test_closures_of_one_name_are_apart_and_forgotten_at_the_end():
         names.append(terms["thrice"]["settings"]["inner"])
         assert names == ["<python>:reward", "<python>:reward_2", "<python>:reward_3"]
         assert [load_function("key", name)("ab") for name in names] == [4, 6, 10]
+        with keep_objects():
+            pass
         assert {*export_objects()} == {*names} and {*export_objects(names[0])} == {names[0]}
     with pytest.raises(ConfigError, match=r"reward.name='<python>:reward' is an object of the Py"):
         load_function("reward.name", "<python>:reward")
@@ -52,12 +54,13 @@ def test_closures_of_one_name_are_apart_and_forgotten_at_the_end():
 
 
 def test_a_worker_gets_the_object_by_value_and_that_of_the_latest_run():
-    config = RLConfig()
+    exported, config = [], RLConfig()
     for scale in (2, 7):
         config.reward.name = make_reward(scale)
         with name_objects(config) as named:
-            pickles = export_objects()
-        with keep_objects():  # as in another process
+            exported.append(export_objects())
+    with keep_objects():  # as in another process
+        for scale, pickles in zip((2, 7), exported, strict=True):
             import_objects(pickles)
             assert load_function("reward.name", named.reward.name)("abc") == 3 * scale
 
@@ -90,6 +93,7 @@ def test_rows_stay_in_the_process_that_reads_them():
         assert named.data.train_files == ["<python>:train_files_0", "<python>:train_files_1"]
         first, second = (open_rows(n, "data.train_files") for n in named.data.train_files)
         assert [row.values["a"] for row in (*first, *second)] == [1, 0, 1, 2]
+        assert len(open_rows(named.data.train_files[1], "data.train_files")) == 3  # once more
         assert len(open_rows(named.data.test_files["own"], "data.test_files.own")) == 2
         assert not export_objects()
 
