@@ -32,6 +32,24 @@ DRAWN = "document.getElementById('main')?.dataset.drawn"
 EMPTY = """[...document.querySelectorAll('.card')].filter(card =>
     !card.querySelector('.plot .trace, .plot .points path, .plot .hm image, .plot .barlayer path')
 ).map(card => card.querySelector('h3').textContent)"""
+# Heights of the areas in which plots draw.
+HEIGHTS = """[...document.querySelectorAll('.plot')].map(
+    plot => plot.querySelector('.nsewdrag').getBoundingClientRect().height)"""
+# Texts of plots that reach beyond their plot, and other texts and boxes that are cut.
+CUT = """[
+    ...[...document.querySelectorAll('.plot')].flatMap(plot => {
+        const box = plot.getBoundingClientRect();
+        return [...plot.querySelectorAll('text')].filter(text => {
+            const r = text.getBoundingClientRect();
+            return r.width && (r.left < box.left - 1 || r.right > box.right + 1 ||
+                r.top < box.top - 1 || r.bottom > box.bottom + 1);
+        });
+    }),
+    ...[...document.querySelectorAll('header *, main *')].filter(node => !node.closest('svg') &&
+        node.getClientRects().length && (node.getBoundingClientRect().right > innerWidth + 1 ||
+        (node.scrollWidth > node.clientWidth + 1 && node.clientWidth &&
+            getComputedStyle(node).overflowX !== 'visible'))),
+].map(node => node.textContent.slice(0, 80))"""
 FOCUSED = "document.activeElement.textContent"
 
 
@@ -72,6 +90,44 @@ def test_every_plot_is_drawn_at_this_width_without_errors(tab, runs, width, them
     assert max(widths) < width
     assert tab.requests == [(runs / "a" / "report.html").as_uri()]  # it loads nothing else
     assert tab.errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("num_runs", [1, 3, 12])
+def test_plots_keep_their_height_and_texts_are_whole(tab, tmp_path, num_runs, width):
+    folders = [
+        write_rl_run(tmp_path / f"qwen3_30b_a3b_seed_{number}", 2, seed=number)
+        for number in range(num_runs)
+    ]
+    report.main([*map(str, folders), "--output", str(tmp_path / "page.html")])
+    open_page(tab, tmp_path / "page.html", width=width)
+    heights = tab.evaluate(HEIGHTS)
+    assert len(heights) == 24 and min(heights) >= 200
+    # A metric is named by a long text that nothing wraps: its choice is of the plot's width.
+    assert [text for text in tab.evaluate(CUT) if "<script>" not in text] == []
+    legend = tab.evaluate(
+        "[...document.querySelectorAll('#legend:not([hidden]) button')].map(b => b.textContent)"
+    )
+    assert legend == [folder.name for folder in folders if num_runs > 1]
+    assert tab.evaluate("document.querySelectorAll('.plot .legend .traces').length") == 0
+    assert tab.errors == []
+
+
+def test_a_click_in_a_legend_hides_a_run_or_a_phase_and_shows_it_again(tab, runs):
+    open_page(tab, runs / "a" / "report.html")
+    drawn = """state.data.figures.filter(f => f.id === 'training-KIND').flatMap(f =>
+        document.getElementById('plot-' + f.id).data.filter(t => t.visible).map(t => t.name))"""
+    rewards, phases = drawn.replace("KIND", "reward"), drawn.replace("KIND", "time")
+    assert tab.evaluate(rewards) == ["a: reward", "b: reward"]
+    tab.evaluate("document.querySelector('#legend button').click()")
+    assert tab.evaluate(rewards) == ["b: reward"]
+    tab.evaluate("document.querySelector('#legend button').click()")
+    assert tab.evaluate(rewards) == ["a: reward", "b: reward"]
+    assert tab.evaluate(phases) == ["generate", "update", "weight_sync"]
+    tab.evaluate("document.querySelector('#legend-training-time button').click()")
+    assert tab.evaluate(phases) == ["update", "weight_sync"]
+    pressed = "document.querySelector('#legend-training-time button').ariaPressed"
+    assert tab.evaluate(pressed) == "false"
 
 
 def test_page_follows_the_theme_of_the_system(tab, runs):

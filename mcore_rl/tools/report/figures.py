@@ -27,11 +27,19 @@ MAX_BARS = 150  # of the time split; beyond it, means of neighbouring steps
 MAX_TIMELINES = 8  # steps of a run whose spans are shown
 MAX_LOADS = 8  # steps of a model whose load of each expert is shown
 MAX_ROLES = 32  # rows of a timeline
-# Okabe and Ito's colours, which colour-blind readers can tell apart; legible on white and on black.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999")
+# Okabe and Ito's colours, which colour-blind readers can tell apart, then others; legible on white
+# and on black.
+COLORS = (
+    "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8C6BB1", "#999999",
+    "#E7298A", "#8A7B00", "#00A7A7", "#A6561D",
+)  # fmt: skip
+# Phases of a step, whose colours are the same in every report; those of other phases and calls are
+# the same in all figures of one.
+PHASES = ("generate", "log_probs", "update", "weight_sync", "evaluate", "save")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 _PATTERNS = ("", "/", ".")  # of bars, when the colours are used up
 _OVERLAPPING = ("time/servers_idle_s",)  # beside the phases of a step, not one of them
+_Style = dict[str, Any]  # a marker of Plotly
 _LAYER_LOAD = re.compile(r"(?:(\w+)/)?moe/max_expert_load/layer_(\d+)")  # role, layer
 
 
@@ -104,13 +112,13 @@ LINES = (
     Lines("experts", "Expert load", "Largest and smallest load of an expert over the mean of its "
           "layer, in the update.", ("*moe/max_expert_load", "*moe/min_expert_load"), "of the mean"),
     Lines("sync", "Weight sync", "Seconds until every server has the new weights "
-          "(time/weight_sync_s).", ("time/weight_sync_s", "weight_sync/*"), "s"),
+          "(time/weight_sync_s).", ("time/weight_sync_s", "weight_sync/*_s"), "s"),
     Lines("idle", "Idle servers", "Seconds of a step in which a server has nothing to do, mean "
           "over servers.", ("time/servers_idle_s",), "s"),
     Lines("memory", "Memory", "Highest so far, of the command and all processes that it has "
-          "started on its node (memory/peak_bytes).", ("memory/*",), "bytes"),
+          "started on its node (memory/peak_bytes).", ("memory/*",), "GB"),
     Lines("gpu_memory", "GPU memory", "Highest so far of the ranks of a model, by torch's "
-          "allocator (gpu_memory/ROLE/...).", ("gpu_memory/*",), "bytes"),
+          "allocator (gpu_memory/ROLE/...).", ("gpu_memory/*",), "GB"),
 )  # fmt: skip
 
 
@@ -119,7 +127,7 @@ _PLANS: Mapping[str, tuple[str, str, Callable[[Run], tuple[list[dict[str, Any]],
 _PLANS = {
     "traffic": (
         "Weight-sync traffic",
-        "Megabytes of a push between ranks, as mcore-rl plan reshard plans it from config.json and "
+        "Gigabytes of a push between ranks, as mcore-rl plan reshard plans it from config.json and "
         "the model.",
         build_traffic_figure,
     ),
@@ -140,6 +148,23 @@ class FigureBuilder:
     runs: Sequence[Run]
     max_points: int = MAX_POINTS  # of a line
     _used: set[str] = field(default_factory=set)  # metrics of the phase that have a figure
+    _styles: dict[str, _Style] = field(default_factory=dict)  # of each phase and call
+
+    def __post_init__(self) -> None:
+        seconds = defaultdict[str, float](float)
+        for run in self.runs:
+            for row in run.rows:
+                for name, value in row.items():
+                    if phase := _get_phase(name.removeprefix(f"{row['phase']}/")):
+                        seconds[phase] += to_finite(value) or 0.0
+            for timeline in run.timeline:
+                for span in timeline.spans:
+                    seconds[span.name] += span.end_s - span.start_s
+        names = sorted({*seconds} - {*PHASES}, key=lambda name: (-seconds[name], name))
+        for index, name in enumerate([*PHASES, *names]):  # the longest have plain colours
+            pattern = _PATTERNS[index // len(COLORS) % len(_PATTERNS)]
+            color = COLORS[index % len(COLORS)]
+            self._styles[name] = {"color": color, "pattern": {"shape": pattern}}
 
     def build(self) -> list[Figure]:
         """Return all figures that the runs have data for."""
@@ -222,7 +247,9 @@ class FigureBuilder:
                 color = COLORS[(index if is_single else run_index) % len(COLORS)]
                 dash = "solid" if is_single else DASHES[index % len(DASHES)]
                 label = name if is_single else f"{run.name}: {name}"
-                traces.append(_build_line(label, thin(points, self.max_points), color, dash))
+                scale = 1e-9 if _is_bytes(name) else 1.0
+                line = _build_line(label, thin(points, self.max_points), color, dash, scale)
+                traces.append(line | {"meta": {"run": run.name, "label": name}})
         return traces
 
     def _build_time_split(
@@ -231,13 +258,13 @@ class FigureBuilder:
         variants = []
         for run in self.runs:
             times = {
-                name.removeprefix("time/").removesuffix("_s"): points
-                for name, points in series[run.name].items()
-                if name.startswith("time/") and name not in _OVERLAPPING
+                name: points
+                for metric, points in series[run.name].items()
+                if (name := _get_phase(metric))
             }
             if times:
                 layout = _build_layout("step", "s") | {"barmode": "stack", "bargap": 0.1}
-                data = list(_build_bars(times))
+                data = list(_build_bars(times, self._styles))
                 variants.append(Variant(self._label(run), data, layout))
             self._used.update(name for name in series[run.name] if name.startswith("time/"))
         if variants:
@@ -250,7 +277,7 @@ class FigureBuilder:
             timelines = [line for line in run.timeline if line.phase == phase]
             for timeline in reversed(pick_evenly(timelines, MAX_TIMELINES)):
                 label = ", ".join(filter(None, [self._label(run), f"step {timeline.step}"]))
-                variants.append(Variant(label, *_build_gantt(timeline)))
+                variants.append(Variant(label, *_build_gantt(timeline, self._styles)))
         if variants:
             about = (
                 "What each role does in a step (timeline.jsonl): phases of the driver, and calls "
@@ -284,7 +311,7 @@ class FigureBuilder:
     ) -> Iterator[Figure]:
         names = sorted({name for by_name in series.values() for name in by_name} - self._used)
         variants = [
-            Variant(name, traces, _build_layout("step", ""))
+            Variant(name, traces, _build_layout("step", "GB" if _is_bytes(name) else ""))
             for name in names
             if (traces := self._build_traces([name], series))
         ]
@@ -315,6 +342,7 @@ class FigureBuilder:
                             ]
                         },
                         "marker": {"color": COLORS[index % len(COLORS)]},
+                        "meta": {"run": run.name},
                     }
                 )
             about = "summary.json: means over prompts, with standard errors over prompts."
@@ -329,38 +357,56 @@ def _build_layout(x: str, y: str) -> dict[str, Any]:
     return {"xaxis": {"title": {"text": x}}, "yaxis": {"title": {"text": y}}}
 
 
-def _build_line(label: str, points: Sequence[Point], color: str, dash: str) -> dict[str, Any]:
+def _is_bytes(metric: str) -> bool:
+    """Return whether a metric is a number of bytes, which is shown in GB."""
+    return re.split(r"[/_]", metric)[-1] == "bytes"
+
+
+def _get_phase(metric: str) -> str:
+    """Return the phase of a step whose seconds a metric has; else empty."""
+    is_phase = metric.startswith("time/") and metric not in _OVERLAPPING
+    return metric.removeprefix("time/").removesuffix("_s") if is_phase else ""
+
+
+def _build_line(
+    label: str, points: Sequence[Point], color: str, dash: str, scale: float
+) -> dict[str, Any]:
     trace: dict[str, Any] = {
         "type": "scatter",
         "mode": "lines+markers" if len(points) <= 60 else "lines",
         "name": html.escape(label),  # Plotly reads tags in texts
         "x": [point.step for point in points],
-        "y": [_round(point.value) for point in points],
+        "y": [_round(point.value, scale) for point in points],
         "line": {"color": color, "dash": dash, "width": 1.8},
         "marker": {"size": 4},
     }
     if any(point.stderr is not None for point in points):
-        trace["error_y"] = {"array": [_round(point.stderr or 0.0) for point in points]}
+        trace["error_y"] = {"array": [_round(point.stderr or 0.0, scale) for point in points]}
     return trace
 
 
-def _build_bars(times: Mapping[str, Sequence[Point]]) -> Iterator[dict[str, Any]]:
+def _build_bars(
+    times: Mapping[str, Sequence[Point]], styles: Mapping[str, _Style]
+) -> Iterator[dict[str, Any]]:
     """Yield a trace per phase; of many steps, means over neighbours (0 where it did not run)."""
     steps = sorted({point.step for points in times.values() for point in points})
     size = -(-len(steps) // MAX_BARS)
     buckets = [steps[start : start + size] for start in range(0, len(steps), size)]
-    for index, (name, points) in enumerate(times.items()):
+    for name, points in times.items():
         seconds = {point.step: point.value or 0.0 for point in points}
         yield {
             "type": "bar",
             "name": html.escape(name),
             "x": [bucket[0] for bucket in buckets],
             "y": [_round(sum(seconds.get(s, 0.0) for s in b) / len(b)) for b in buckets],
-            "marker": {"color": COLORS[index % len(COLORS)]},
+            "marker": styles[name],
+            "meta": {"label": name},
         }
 
 
-def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def _build_gantt(
+    timeline: StepTimeline, styles: Mapping[str, _Style]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Return bars over seconds since the first span; a row per role, a colour per call.
 
     The axis says how many calls and roles are not drawn.
@@ -369,11 +415,8 @@ def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str
     roles = sorted({span.role for span in timeline.spans}, key=lambda role: (role != DRIVER, role))
     hidden = {"calls": timeline.num_left_out, "roles": len(roles[MAX_ROLES:])}
     roles = roles[:MAX_ROLES]
-    traces, seconds = [], defaultdict[str, float](float)
-    for span in timeline.spans:
-        seconds[span.name] += span.end_s - span.start_s
-    names = sorted(seconds, key=lambda name: -seconds[name])  # the longest have plain colours
-    for index, name in enumerate(names):
+    traces, present = [], {span.name for span in timeline.spans}
+    for name in (name for name in styles if name in present):
         spans = [span for span in timeline.spans if span.name == name and span.role in roles]
         if not spans:
             continue
@@ -385,10 +428,8 @@ def _build_gantt(timeline: StepTimeline) -> tuple[list[dict[str, Any]], dict[str
                 "base": [_round(span.start_s - origin_s) for span in spans],
                 "x": [_round(span.end_s - span.start_s) for span in spans],
                 "y": [html.escape(span.role) for span in spans],
-                "marker": {
-                    "color": COLORS[index % len(COLORS)],
-                    "pattern": {"shape": _PATTERNS[index // len(COLORS) % len(_PATTERNS)]},
-                },
+                "marker": styles[name],
+                "meta": {"label": name},
                 "text": [html.escape(name)] * len(spans),
                 "textposition": "inside",
                 "insidetextanchor": "middle",
@@ -433,8 +474,8 @@ def _build_layer_heatmap(
     return [trace], layout
 
 
-def _round(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")
+def _round(value: float | None, scale: float = 1.0) -> float | None:
+    return None if value is None else float(f"{value * scale:.6g}")
 
 
 def thin(points: Sequence[Point], most: int = MAX_POINTS) -> list[Point]:

@@ -1,8 +1,8 @@
 "use strict";
 // Draws the report. All texts of a run become text nodes: none is read as HTML.
 
-// shown: the variant that was chosen, by the id of its figure.
-const state = { data: null, version: null, shown: {}, sample: { run: 0, source: "", sort: "order", at: 0, label: "" } };
+// shown: the variant that was chosen, by the id of its figure. hidden: runs, and labels of a figure, that are not drawn.
+const state = { data: null, version: null, shown: {}, hidden: new Set(), sample: { run: 0, source: "", sort: "order", at: 0, label: "" } };
 const isLive = !document.getElementById("data").textContent;
 
 function make(tag, attributes = {}, ...children) {
@@ -42,20 +42,62 @@ function getStyle() {
 
 function isNarrow() { return window.matchMedia("(max-width: 46rem)").matches; }
 
-function buildLayout(layout) {
+function buildLayout(layout, data) {
   const get = getStyle();
   const axis = { gridcolor: get("--grid"), linecolor: get("--line"), zerolinecolor: get("--line"), automargin: true, exponentformat: "e", minexponent: 4 };
+  const steps = layout.xaxis.title.text === "step" ? data.flatMap((trace) => trace.x) : [];
+  const isShort = steps.length && Math.max(...steps) - Math.min(...steps) <= 10; // no tick at half a step
   return {
     ...layout,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { color: get("--text"), size: 12, family: "system-ui, sans-serif" },
-    margin: { l: 8, r: 12, t: 8, b: 8 },
-    xaxis: { ...axis, ...layout.xaxis },
+    margin: { l: 8, r: 16, t: 8, b: 8 },
+    xaxis: { ...axis, ...(isShort ? { dtick: 1 } : {}), ...layout.xaxis },
     yaxis: { ...axis, ...layout.yaxis, title: { ...layout.yaxis.title, standoff: 6 } }, // beside long numbers
-    legend: { orientation: "h", x: 0, y: 1.02, yanchor: "bottom", font: { size: isNarrow() ? 10 : 11 }, traceorder: "normal" },
-    hoverlabel: { namelength: -1 }, showlegend: true,
+    hoverlabel: { namelength: -1 }, showlegend: false, // legends are beside the plots, which keep their height
     modebar: { bgcolor: "rgba(0,0,0,0)", color: get("--dim"), activecolor: get("--accent") },
   };
+}
+
+// Legends: of the runs one of the page, of other labels one of a plot
+
+function makeSwatch(color, dash, { pattern, symbol } = {}) {
+  if (symbol) return make("i", { class: "mark", "data-symbol": symbol.startsWith("line") ? "|" : "◇" });
+  if (!dash) return make("i", { class: "swatch", style: `background-color: ${color}`, "data-pattern": pattern?.shape || null });
+  const line = { solid: "", dash: "7 3", dot: "2 2", dashdot: "7 2 2 2", longdash: "10 3", longdashdot: "10 2 2 2" }[dash];
+  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg"), path = document.createElementNS("http://www.w3.org/2000/svg", "path");
+  for (const [name, value] of [["viewBox", "0 0 24 8"], ["width", 24], ["height", 8], ["aria-hidden", "true"]]) svg.setAttribute(name, value);
+  for (const [name, value] of [["d", "M0 4H24"], ["stroke", color], ["stroke-width", 2], ["stroke-dasharray", line]]) path.setAttribute(name, value);
+  svg.append(path);
+  return svg;
+}
+
+function fillLegend(box, entries, redraw) { // entries: label, key in state.hidden, swatch
+  const buttons = [...box.children];
+  if (buttons.length !== entries.length || entries.some(([label], index) => buttons[index].textContent !== label)) {
+    box.replaceChildren(...entries.map(([label, key, swatch]) =>
+      make("button", { type: "button", onclick: () => { if (!state.hidden.delete(key)) state.hidden.add(key); redraw(); } }, swatch, label)));
+  }
+  entries.forEach(([, key], index) => box.children[index].setAttribute("aria-pressed", String(!state.hidden.has(key))));
+  box.hidden = entries.length < 2;
+}
+
+function fillRunsLegend() {
+  const { runs, colors, figures } = state.data;
+  const entries = runs.map((run, index) => [run.run, "run " + run.run, makeSwatch(colors[index])]);
+  fillLegend(document.getElementById("legend"), entries, () => { fillRunsLegend(); figures.forEach(drawFigure); });
+}
+
+function fillPlotLegend(figure, data) {
+  const byLabel = new Map(data.filter((trace) => trace.meta?.label).map((trace) => [trace.meta.label, trace]));
+  const isOfRuns = state.data.runs.length > 1;
+  const entries = [...byLabel].map(([label, { line, marker }]) => [label, `${figure.id} ${label}`,
+    line ? makeSwatch(isOfRuns ? "currentColor" : line.color, line.dash) : makeSwatch(marker.color, "", marker)]);
+  fillLegend(document.getElementById("legend-" + figure.id), entries, () => drawFigure(figure));
+}
+
+function isDrawn(figure, { meta }) {
+  return !state.hidden.has("run " + meta?.run) && !state.hidden.has(`${figure.id} ${meta?.label}`);
 }
 
 function listVariants(figure) { // and the index of the shown one; newer data may have left out the chosen one
@@ -68,12 +110,20 @@ function listVariants(figure) { // and the index of the shown one; newer data ma
 function drawFigure(figure) {
   const [variants, shown] = listVariants(figure), variant = variants[shown];
   const plot = document.getElementById("plot-" + figure.id);
-  const data = structuredClone(variant.data);
-  const layout = buildLayout(structuredClone(variant.layout));
-  layout.showlegend = data.length > 1 && !(isNarrow() && data.length > 6);
+  const data = structuredClone(variant.data).map((trace) => ({ ...trace, visible: isDrawn(figure, trace) }));
+  for (const trace of data) if (trace.colorbar) Object.assign(trace.colorbar, { thickness: 12, title: { ...trace.colorbar.title, side: "right" } });
+  for (const trace of data) if (trace.marker?.symbol) trace.marker.color = getStyle()("--text");
+  const layout = buildLayout(structuredClone(variant.layout), variant.data);
+  const rows = layout.yaxis.type === "category" ? new Set(data.flatMap((trace) => trace.y)).size : 0;
+  if (rows && isNarrow()) { // long labels leave no room for what they are of
+    const labels = [...new Set(data.flatMap((trace) => trace.y))];
+    Object.assign(layout.yaxis, { tickmode: "array", tickvals: labels, ticktext: labels.map((label) => label.replace(/([:,]) /g, "$1<br>")) });
+  }
+  plot.style.height = rows > 8 ? `${rows * 22 + 100}px` : "";
+  fillPlotLegend(figure, variant.data);
   fillNumbers(document.getElementById("numbers-" + figure.id), variant.data);
   const config = { responsive: true, displaylogo: false, displayModeBar: isNarrow() ? false : "hover", modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
-  return Plotly.react(plot, data, layout, config);
+  return Plotly.react(plot, data, layout, config).then(() => { if (plot.offsetHeight !== plot.firstChild.offsetHeight) return Plotly.Plots.resize(plot); });
 }
 
 function plain(text) { return new DOMParser().parseFromString(text, "text/html").documentElement.textContent; }
@@ -93,11 +143,11 @@ function fillNumbers(details, traces) {
   fill();
 }
 
-function makeTable(rows) {
+function makeTable(rows, style = "") {
   const [head, ...body] = rows;
-  return make("table", {},
+  return make("table", { class: style || null },
     make("thead", {}, make("tr", {}, ...head.map((cell) => make("th", { scope: "col" }, cell)))),
-    make("tbody", {}, ...body.map(([first, ...cells]) => make("tr", {}, make("th", { scope: "row" }, first), ...cells.map((cell) => make("td", {}, cell))))));
+    make("tbody", {}, ...body.map(([first, ...cells]) => make("tr", {}, make("th", { scope: "row" }, first), ...cells.map((cell, index) => make("td", { "data-head": head[index + 1] }, cell))))));
 }
 
 function makeCard(figure) {
@@ -112,20 +162,30 @@ function makeCard(figure) {
   return make("section", { class: isWide ? "card wide" : "card", "aria-label": figure.title },
     make("header", {}, make("h3", {}, figure.title), select),
     make("p", { class: "about" }, figure.about),
+    make("div", { class: "legend", id: "legend-" + id, role: "group", "aria-label": figure.title + ": what to draw", hidden: true }),
     make("div", { class: "plot", id: "plot-" + id, role: "img", "aria-label": "Plot: " + figure.title }),
     make("details", { id: "numbers-" + id }, make("summary", {}, "Numbers"), make("div", { class: "scroll" })));
 }
 
 // Runs and settings
 
-function makeRuns(runs) {
-  const names = [...new Set(runs.flatMap((run) => Object.keys(run)))].filter((name) => name !== "run");
-  return makeTable([["", ...runs.map((run) => run.run)], ...names.map((name) => [name, ...runs.map((run) => run[name] ?? "")])]);
+function makeRuns(runs) { // what is the same in all, then a table
+  const names = [...new Set(runs.flatMap((run) => Object.keys(run)))].filter((name) => runs.length < 2 || name !== "run");
+  const rows = names.map((name) => [name, ...runs.map((run) => run[name] ?? "")]);
+  const isSame = ([, first, ...others]) => others.every((value) => value === first);
+  const same = rows.filter(isSame).flatMap(([name, value]) => [make("dt", {}, name), make("dd", {}, value)]);
+  const different = rows.filter((row) => !isSame(row));
+  return [make("dl", {}, ...same), different.length ? makeComparison(different, runs) : ""];
+}
+
+function makeComparison(rows, runs) { // rows: name and the value of each run; of few names and many runs, a row is a run
+  const names = runs.map((run) => run.run);
+  const turned = [["run", ...rows.map(([name]) => name)], ...names.map((name, index) => [name, ...rows.map((row) => row[index + 1])])];
+  return make("div", { class: "scroll" }, makeTable(names.length > rows.length ? turned : [["", ...names], ...rows], "stack"));
 }
 
 function makeSettings(data) {
-  if (!data.settings.length) return make("p", {}, "All settings are the same.");
-  return make("div", { class: "scroll" }, makeTable([["setting", ...data.runs.map((run) => run.run)], ...data.settings]));
+  return data.settings.length ? makeComparison(data.settings, data.runs) : make("p", {}, "All settings are the same.");
 }
 
 // Samples
@@ -226,7 +286,8 @@ async function draw() {
   document.title = `${data.title} · mcore-rl report`;
   const sections = [...new Set(data.figures.map((figure) => figure.section))];
   const ids = data.figures.map((figure) => figure.id).join("\n");
-  document.getElementById("runs-table").replaceChildren(makeRuns(data.runs));
+  fillRunsLegend();
+  document.getElementById("runs-table").replaceChildren(...makeRuns(data.runs));
   document.getElementById("settings-box").replaceChildren(makeSettings(data));
   if (ids !== state.ids) { // the same plots keep their zoom
     state.ids = ids;
@@ -245,13 +306,15 @@ async function draw() {
   }
   const samples = JSON.stringify(data.samples);
   if (samples !== state.samplesText) { state.samplesText = samples; drawSamples(); }
+  const header = document.querySelector("body > header"); // sections stop beneath it
+  document.documentElement.style.scrollPaddingTop = `${header.offsetHeight + 12}px`;
   await Promise.all(data.figures.map(drawFigure));
   main.dataset.drawn = String(data.figures.length);
 }
 
 function prepare(data) {
   document.getElementById("main").append(
-    make("section", {}, make("h2", { id: "runs" }, "Runs"), make("div", { class: "scroll", id: "runs-table" })),
+    make("section", {}, make("h2", { id: "runs" }, "Runs"), make("div", { id: "runs-table" })),
     make("section", { id: "plots" }),
     make("section", {}, make("h2", { id: "samples" }, "Samples"),
       make("p", { class: "about" }, "Green: chosen by the policy. Underlined: log-probs of trainer and servers differ by 0.1 nats or more. Arrow keys move through the list."),

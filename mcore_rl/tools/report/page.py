@@ -21,7 +21,7 @@ from plotly.offline import get_plotlyjs
 
 from mcore_rl.observability.timeline import PROFILES, TRACE_SUFFIX
 from mcore_rl.observability.trackers import TRAINING
-from mcore_rl.tools.report.figures import MAX_POINTS, FigureBuilder
+from mcore_rl.tools.report.figures import COLORS, MAX_POINTS, FigureBuilder
 from mcore_rl.tools.report.memory import summarize_memory
 from mcore_rl.tools.report.runs import STDERR, Run, compare_settings
 from mcore_rl.tools.report.samples import collect_samples
@@ -42,8 +42,9 @@ def build_data(
         max_points: Most points of a line.
     """
     return {
-        "title": ", ".join(run.name for run in runs),
+        "title": f"{len(runs)} runs" if len(runs) > 3 else ", ".join(run.name for run in runs),
         "runs": [_summarize(run) for run in runs],
+        "colors": [COLORS[index % len(COLORS)] for index in range(len(runs))],
         "settings": [
             [name, *(_format_value(value) for value in values)]
             for name, values in compare_settings(runs)

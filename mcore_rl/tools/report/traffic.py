@@ -108,11 +108,11 @@ def build_traffic_figure(run: Run) -> tuple[list[dict[str, Any]], dict[str, Any]
         "type": "heatmap",
         "x": [*map(str, columns)],
         "y": [*map(str, rows)],
-        "z": (summed / 1e6).tolist(),
+        "z": (summed / 1e9).tolist(),
         "zmin": 0,
-        "zmax": float(summed.max()) / 1e6,
+        "zmax": float(summed.max()) / 1e9,
         "colorscale": "Viridis",
-        "colorbar": {"title": {"text": "MB"}},
+        "colorbar": {"title": {"text": "GB"}},
     }
     layout = {
         "xaxis": {"title": {"text": "training rank"}, "type": "category"},
@@ -127,5 +127,5 @@ def summarize_traffic(run: Run) -> str:
         report, _ = plan_traffic(run)
     except NoPlanError as error:
         return f"no plan: {error}"
-    moved, local = report.received_bytes / 1e6, report.same_gpu_bytes / 1e6
-    return f"{moved:,.4g} MB between devices, {local:,.4g} MB inside of them"
+    moved, local = report.received_bytes / 1e9, report.same_gpu_bytes / 1e9
+    return f"{moved:,.4g} GB between devices, {local:,.4g} GB inside of them"

@@ -97,9 +97,9 @@ def test_traffic_of_a_push_is_that_counted_by_hand(tmp_path):
     [heatmap] = figure.data
     actual = sum(sum(row) for row in heatmap.z)
     assert len(heatmap.z) == 2 and len(heatmap.z[0]) == 2
-    assert actual == pytest.approx(2 * 2 * (SPLIT + REPLICATED) / 1e6)
+    assert actual == pytest.approx(2 * 2 * (SPLIT + REPLICATED) / 1e9)
     facts = build_data(read_runs([folder]), 0)["runs"][0]
-    moved = f"{2 * 2 * (SPLIT + REPLICATED) / 1e6:.4g} MB between devices, 0 MB inside of them"
+    moved = f"{2 * 2 * (SPLIT + REPLICATED) / 1e9:.4g} GB between devices, 0 GB inside of them"
     assert facts["weights of a push"] == moved
 
 

@@ -90,11 +90,11 @@ def test_every_metric_is_in_its_figure(tmp_path):
         "gradient": ["actor/grad_norm", "grad_norm"],
         "rate": ["actor/lr", "lr"],
         "experts": ["actor/moe/max_expert_load", "moe/min_expert_load"],
-        "sync": ["time/weight_sync_s", "weight_sync/bytes"],
+        "sync": ["time/weight_sync_s", "weight_sync/wait_s"],
         "idle": ["time/servers_idle_s"],
         "memory": ["memory/peak_bytes"],
         "gpu_memory": ["gpu_memory/actor/max_allocated_bytes"],
-        "other": ["dropped", "samples/passed"],
+        "other": ["dropped", "samples/passed", "weight_sync/bytes"],
     }  # fmt: skip
     names = [name for group in expected.values() for name in group]
     figures = build_variants(write_run(tmp_path / "a", "sft", [dict.fromkeys(names, 1.0)]))
@@ -107,7 +107,7 @@ def test_every_metric_is_in_its_figure(tmp_path):
     units = {name: variants[0].layout["yaxis"]["title"]["text"] for name, variants in
              figures.items()}  # fmt: skip
     assert units["training-idle"] == units["training-sync"] == units["training-time"] == "s"
-    assert units["training-memory"] == units["training-gpu_memory"] == "bytes"
+    assert units["training-memory"] == units["training-gpu_memory"] == "GB"
 
 
 def test_line_has_rounded_values_and_the_errors_that_are_known(tmp_path):
@@ -272,7 +272,8 @@ def test_time_split_has_zero_where_a_phase_did_not_run(tmp_path):
         "save": ([1, 2, 4, 5], [0.0, 8.0, 0.0, 0.0]),
         "evaluate": ([1, 2, 4, 5], [0.0, 0.0, 4.0, 0.0]),
     }
-    assert [trace["marker"]["color"] for trace in split.data] == [*COLORS[:3]]
+    colors = {trace["name"]: trace["marker"]["color"] for trace in split.data}
+    assert colors == {"update": COLORS[2], "save": COLORS[5], "evaluate": COLORS[4]}
 
 
 def test_bars_of_many_steps_are_means_of_neighbours_and_the_last_of_those_that_are_left(tmp_path):
@@ -360,12 +361,39 @@ def test_timeline_of_many_roles_says_what_is_not_shown(tmp_path):
 
 
 def test_longest_calls_have_plain_colours_and_later_ones_patterns(tmp_path):
-    spans = [TimeSpan("driver", f"phase {n}", 0.0, 1.0 + n) for n in range(17)]
+    spans = [TimeSpan("driver", f"phase {n}", 0.0, 1.0 + n) for n in range(19)]
     timeline = StepTimeline("training", 1, spans)
     [variant] = build_variants(write_timelines(tmp_path, timeline))["training-timeline"]
-    assert [t["name"] for t in variant.data] == [f"phase {n}" for n in reversed(range(17))]
+    assert [t["name"] for t in variant.data] == [f"phase {n}" for n in reversed(range(19))]
     markers = [(t["marker"]["color"], t["marker"]["pattern"]["shape"]) for t in variant.data]
-    assert markers == [*((c, "") for c in COLORS), *((c, "/") for c in COLORS), (COLORS[0], ".")]
+    plain, striped = [(c, "") for c in COLORS], [(c, "/") for c in COLORS]
+    assert markers == [*plain[6:], *striped, (COLORS[0], ".")]  # after those of PHASES
+
+
+def test_phase_has_one_colour_in_every_figure_of_every_run(tmp_path):
+    write_run(tmp_path / "a", "sft", [{"time/pack_s": 1.0, "time/update_s": 9.0}])
+    write_run(tmp_path / "b", "sft", [{"time/update_s": 1.0, "time/pack_s": 5.0}])
+    with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
+        row = {"phase": "warm_start", "step": 1, "warm_start/time/pack_s": 2.0}
+        file.write(json.dumps(row | {"wall_time_s": 1.0}) + "\n")
+    spans = [TimeSpan("driver", n, 0.0, s) for n, s in (("pack", 1.0), ("update", 2.0), ("x", 9.0))]
+    TimelineWriter(tmp_path / "a").write(StepTimeline("training", 1, spans))
+    figures = build_variants(tmp_path / "a", tmp_path / "b")
+    shown = [*figures["training-time"], *figures["training-timeline"], *figures["warm_start-time"]]
+    colors = [(t["name"], t["marker"]["color"]) for variant in shown for t in variant.data]
+    assert {*colors} == {("update", COLORS[2]), ("x", COLORS[6]), ("pack", COLORS[7])}
+    assert len(colors) == 2 + 2 + 3 + 1
+
+
+def test_bytes_are_gigabytes(tmp_path):
+    rows = [{"memory/peak_bytes": 2.5e9, "weight_sync/bytes": 4e6, "cache_bytes_share": 0.5}]
+    figures = build_variants(write_run(tmp_path / "a", "sft", rows))
+    assert get_lines(figures["training-memory"][0]) == {"memory/peak_bytes": ([1], [2.5])}
+    share, sync = figures["training-other"]
+    assert get_lines(sync) == {"weight_sync/bytes": ([1], [0.004])}
+    assert get_lines(share) == {"cache_bytes_share": ([1], [0.5])}
+    titles = [variant.layout["yaxis"]["title"]["text"] for variant in (share, sync)]
+    assert titles == ["", "GB"]
 
 
 def test_timelines_are_of_their_phase_and_the_last_step_is_first(tmp_path):
@@ -589,9 +617,9 @@ def test_peak_of_a_run_without_a_plan_is_the_highest_of_all_ranks(tmp_path, rows
 def get_traffic(folder: Path) -> tuple[list[str], list[str], list[list[float]]]:
     """Return training ranks, generation ranks and bytes of the heatmap."""
     [heatmap], _ = build_traffic_figure(read_runs([folder])[0])
-    z = [[round(megabytes * 1e6, 3) for megabytes in row] for row in heatmap["z"]]
+    z = [[round(gigabytes * 1e9, 3) for gigabytes in row] for row in heatmap["z"]]
     assert heatmap["zmin"] == 0
-    assert heatmap["zmax"] * 1e6 == pytest.approx(max(max(row) for row in z))
+    assert heatmap["zmax"] * 1e9 == pytest.approx(max(max(row) for row in z))
     return heatmap["x"], heatmap["y"], z
 
 
@@ -607,9 +635,9 @@ def test_every_rank_of_every_server_receives_its_shard(tmp_path, num_servers, dp
     assert [sum(row) for row in z] == [2 * (SPLIT // 2 + REPLICATED)] * num_ranks
     for rank, row in enumerate(z):
         assert row[rank % 2] >= SPLIT and row[1 - rank % 2] <= 2 * REPLICATED
-    moved = num_ranks * 2 * (SPLIT // 2 + REPLICATED) / 1e6
+    moved = num_ranks * 2 * (SPLIT // 2 + REPLICATED) / 1e9
     text = summarize_traffic(read_runs([folder])[0])
-    assert text == f"{moved:.4g} MB between devices, 0 MB inside of them"
+    assert text == f"{moved:.4g} GB between devices, 0 GB inside of them"
 
 
 @pytest.mark.parametrize(("ep", "experts"), [(False, 4), (True, 2)])
