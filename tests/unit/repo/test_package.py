@@ -115,7 +115,7 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: P
 
 @pytest.mark.job
 def test_the_commands_of_the_pages_build_and_install_a_wheel(source: Path, tmp_path: Path) -> None:
-    """As they stand, without a network: the packages of an extra are not installed."""
+    """Run them as they stand, without a network and the packages of an extra."""
     target = tmp_path / "target"
     options = {
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of the option's opposite
