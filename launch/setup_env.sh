@@ -120,10 +120,12 @@ install() {
 }
 
 # What is left out is large and seldom imported, and Python compiles it when it is: tests, models of
-# other families, programs beside a library. A file that does not compile is for another Python, and
-# nothing imports it.
+# other families, programs beside a library, what the quickstart does not import. A file that does not
+# compile is for another Python, and nothing imports it.
 uncompiled='/tests/|/testing/_internal/'
 uncompiled+='|/site-packages/(anthropic|fontTools|mcp|mypy|mypyc|numba|openai/resources|pip)/'
+uncompiled+='|/site-packages/(IPython|debugpy|dns|jedi|narwhals|pandas|peft|plotly|prompt_toolkit)/'
+uncompiled+='|/site-packages/(tensordict|tornado|verl)/'
 uncompiled+='|/huggingface_hub/(cli|inference)/|/numpy/distutils/|/pygments/lexers/'
 uncompiled+='|/ray/(data|llm|rllib|serve|train|tune)/|/sympy/(combinatorics|physics|stats)/'
 uncompiled+='|/transformers/(exporters|pipelines)/|/vllm/benchmarks/'
@@ -190,6 +192,14 @@ install_project() {
     compile_files mcore_rl models tests # for processes that are told to write no bytecode
 }
 
+# Sizes are those of the wheels that the requirements pin.
+describe_work() {
+    local size='1.1 GB to download, or 3.4 GB where only torch for CUDA can be had'
+    if [ "$lane" = gpu ]; then size='gigabytes to download'; fi
+    echo "$(grep -c '^[^#]' "$requirements") packages, $size, less what uv has cached; then bytecode" \
+        "and csrc are compiled, a minute or two on two cores"
+}
+
 is_compiled() { compgen -G 'mcore_rl/_csrc.*.so' >/dev/null; }
 
 is_fresh() { [ "$(cat "$venv/$1.stamp" 2>/dev/null)" = "$2" ]; }
@@ -231,6 +241,7 @@ main() {
     if ! is_fresh packages "$packages_key" || ! [ -x "$venv/bin/python" ]; then
         if [ "$lane" = gpu ] && [ -n "${CUDA_HOME:-}" ]; then check_toolkit; fi
         say "making $venv: $lane lane, $(command -v "$python") $(python_version "$python")"
+        say "$(describe_work)"
         rm -f "$venv"/*.stamp # first, so that a half-removed folder is not taken for a whole one
         rm -rf "$venv"
         mkdir "$venv"

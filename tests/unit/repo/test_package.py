@@ -75,7 +75,6 @@ def expected_files() -> set[str]:
         for pattern in (
             "mcore_rl/**/*.py",
             "mcore_rl/_csrc.pyi",
-            "mcore_rl/models/published/*/*/config.json",
             "mcore_rl/planner/hardware/*.yaml",
             "mcore_rl/py.typed",
             "mcore_rl/tools/report/page.*",
@@ -116,7 +115,7 @@ def test_a_wheel_of_the_sdist_is_the_wheel_of_the_tree(source: Path, tmp_path: P
 
 @pytest.mark.job
 def test_the_commands_of_the_pages_build_and_install_a_wheel(source: Path, tmp_path: Path) -> None:
-    """Run them as they stand, but offline: the packages of an extra are not installed."""
+    """Run them as they stand, without a network and the packages of an extra."""
     target = tmp_path / "target"
     options = {
         "PIP_NO_BUILD_ISOLATION": "0",  # pip reads it as the value of the option's opposite

@@ -238,6 +238,9 @@ def test_a_stage_of_set_up_is_shown_when_it_begins(tmp_path, environment):
     variables = os.environ | {"MCORE_RL_LANE": "cpu", "PYTHON": str(python)}
     with subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr.readline().startswith("setup: making .venv")
+        if not environment:  # how much there is to do
+            num_packages = len(pins("cpu.txt"))
+            assert process.stderr.readline().startswith(f"setup: {num_packages} packages, 1.1 GB")
         assert process.stderr.readline() == "setup: virtual environment ...\n"
         (tmp_path / "go").touch()
         rest = process.stderr.read()
