@@ -67,7 +67,7 @@ if __name__ == "__main__":
     show(result)
 
     ray.init(num_cpus=1, resources={"rank": 1}, include_dashboard=False)
-    rows = [{"messages": [{"role": "user", "content": f"Start with {n}."}], "answer": str(n)}
+    rows = [{"prompt": f"Start with {n}.", "answer": str(n)}
             for n in range(8)]
     settings = {
         "algorithm.advantage": center, "algorithm.loss": weigh, "agent.loop": "environment",

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.job
 CELLS = (
     """
 import mcore_rl
-rows = [{"messages": [{"role": "user", "content": f"Start with {n}."}], "answer": str(n)}
+rows = [{"prompt": f"Start with {n}.", "answer": str(n)}
         for n in range(8)]
 """,
     """
