@@ -201,7 +201,7 @@ def test_warnings_come_before_the_run(monkeypatch, capsys):
     from mcore_rl.jobs import rl as job
 
     monkeypatch.setattr(job, "run", lambda config: print("runs", config.seed))
-    JOB_COMMANDS["rl"].main(["seed=3", "reward.shuffle=true"])
+    JOB_COMMANDS["rl"].main(["seed=3", "reward.shuffle=true", "task.name=last_digit"])
     out, err = capsys.readouterr()
     assert re.fullmatch(r"starting \.\.\.\nstarting: \d+\.\d s\nruns 3\n", out)
     assert err.startswith("mcore-rl rl: warning: reward.shuffle=true")
