@@ -219,16 +219,27 @@ REFUSED = {  # without Megatron-core and vLLM
 }
 
 
-@pytest.mark.job
-def test_fsdp_only_trains_without_megatron_and_vllm(source: Path, tmp_path: Path) -> None:
-    wheel = build("build_wheel", source, tmp_path)
-    programs = install_wheel(wheel, tmp_path / "venv", "fsdp-only")
+def install_fsdp_only(source: Path, folder: Path) -> Path:
+    wheel = build("build_wheel", source, folder)
+    programs = install_wheel(wheel, folder / "venv", "fsdp-only")
     copy_kernels(programs)
+    return programs
+
+
+@pytest.mark.job
+def test_fsdp_only_refuses_what_needs_megatron_or_vllm(source: Path, tmp_path: Path) -> None:
+    programs = install_fsdp_only(source, tmp_path)
     results = run_commands(programs, tmp_path / "empty", ("--version", *REFUSED))
     assert "extra fsdp-only" in results["--version"][1]
     for command, error in REFUSED.items():
         status, output = results[command]
         assert status == 2 and output.splitlines()[-1] == error
+
+
+@pytest.mark.job
+@pytest.mark.nightly
+def test_fsdp_only_trains_without_megatron_and_vllm(source: Path, tmp_path: Path) -> None:
+    programs = install_fsdp_only(source, tmp_path)
     settings = (
         SERVER, "output_dir=out", "warm_start.num_steps=30", "trainer.num_steps=1",
         "trainer.prompts_per_step=8", "trainer.eval_samples=16",
@@ -236,7 +247,7 @@ def test_fsdp_only_trains_without_megatron_and_vllm(source: Path, tmp_path: Path
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
     job = subprocess.run(
         [programs / "mcore-rl", "rl", "recipe=quickstart_fsdp", *settings],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=300,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=600,
     )  # fmt: skip
     assert job.returncode == 0, job.stderr
     summary = json.loads((tmp_path / "out/summary.json").read_text())
