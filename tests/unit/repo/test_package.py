@@ -81,11 +81,14 @@ def expected_files() -> set[str]:
         )
         for path in ROOT.glob(pattern)
     }
-    files |= {
-        f"mcore_rl/{path.relative_to(ROOT)}"
-        for name in ("benchmarks", "configs", "examples", "models")
-        for path in (ROOT / name).rglob("*.yaml" if name == "configs" else "*.py")
-    }
+    for name, pattern in (
+        ("benchmarks", "*.py"),
+        ("configs", "*.yaml"),
+        ("examples", "*.py"),
+        ("models", "*.py"),
+        ("models/published", "config.json"),
+    ):
+        files |= {f"mcore_rl/{path.relative_to(ROOT)}" for path in (ROOT / name).rglob(pattern)}
     files.add(f"mcore_rl/_csrc{sysconfig.get_config_var('EXT_SUFFIX')}")
     return files
 
