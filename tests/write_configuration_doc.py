@@ -119,8 +119,10 @@ def build_names() -> str:
             if row.section == section:
                 verl = map(other_names.get_full_name, row.verl)
                 cells = (", ".join(f"`{name}`" for name in names) for names in (verl, row.trl))
-                ours = ", ".join(f"`{name}`" for name in row.ours) or "none"
-                text += f"| {' | '.join(cells)} | {ours} | {row.note} |\n".replace("|  |", "| |")
+                our_cell = ", ".join(f"`{name}`" for name in row.our_names) or "none"
+                text += f"| {' | '.join(cells)} | {our_cell} | {row.note} |\n".replace(
+                    "|  |", "| |"
+                )
         text += "\n"
     return text
 

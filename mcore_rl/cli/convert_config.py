@@ -21,6 +21,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import mcore_rl.cli.algorithm_converters  # noqa: F401  (registers its functions)
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.cli.launch_scripts import read_script
 from mcore_rl.cli.options import Parser, print_text
@@ -144,11 +145,11 @@ class _Conversion:
         defaults = DEFAULTS[self.framework]
         for name in defaults.keys() - given.keys():
             self._convert_setting(name, defaults[name], given, is_given=False)
-        ours = dict(self.settings)
+        by_default = dict(self.settings)
         for name, value in given.items():
             self._convert_setting(name, value, given, is_given=True)
         schema = {s.key: s.default for g in list_setting_groups(RLConfig()) for s in g.settings}
-        for key in ours.keys() & schema.keys():
+        for key in by_default.keys() & schema.keys():
             if self.settings[key] == schema[key]:
                 del self.settings[key]
 
@@ -156,13 +157,17 @@ class _Conversion:
         self, name: str, value: Any, given: Mapping[str, Any], *, is_given: bool
     ) -> None:
         row = find_row(self.framework, name)
-        if row is None or row.converter == "dropped" or not (row.ours or row.converter != "same"):
+        if (
+            row is None
+            or row.converter == "dropped"
+            or not (row.our_names or row.converter != "same")
+        ):
             reason = row.note if row else "not in docs/from_verl_and_trl.md"
             if is_given:
                 self.dropped.setdefault(reason, []).append(f"{name}={value}")
             return
         remarks: list[str] = []
-        case = Case(self.framework, name, value, row.ours, given, remarks)
+        case = Case(self.framework, name, value, row.our_names, given, remarks)
         try:
             self.settings |= CONVERTERS[row.converter](case)
         except Unconvertible as error:

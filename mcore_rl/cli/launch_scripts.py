@@ -28,7 +28,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 @dataclass(slots=True)
 class LaunchScript:
-    """What a script passes to verl: words such as key=value and --config-name=..., in order."""
+    """Words that a script passes to verl, such as key=value and --config-name=..., in order."""
 
     arguments: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)

@@ -339,7 +339,7 @@ class Row:
     section: str
     verl: tuple[str, ...]
     trl: tuple[str, ...]
-    ours: tuple[str, ...]
+    our_names: tuple[str, ...]
     converter: str
     note: str  # what differs; without a setting of ours: why there is none
 
@@ -354,8 +354,8 @@ def _read_table() -> Iterator[Row]:
             section = line[2:]
             continue
         cells = [cell.strip() for cell in line.split("|")]
-        verl, trl, ours = (tuple(filter(None, cell.split(", "))) for cell in cells[:3])
-        yield Row(section, verl, trl, ours, cells[3] or "same", cells[4])
+        verl, trl, our_names = (tuple(filter(None, cell.split(", "))) for cell in cells[:3])
+        yield Row(section, verl, trl, our_names, cells[3] or "same", cells[4])
 
 
 ROWS = list(_read_table())
@@ -373,7 +373,7 @@ def get_full_name(name: str) -> str:
 def find_row(framework: str, name: str) -> Row | None:
     """Return the row of a setting, or of the mapping that it is in; None where none has it.
 
-    >>> find_row("verl", "actor.megatron.override_transformer_config.bias_dropout_fusion").ours
+    >>> find_row("verl", "actor.megatron.override_transformer_config.bias_dropout_fusion").our_names
     ('actor.megatron',)
     """
     while name:
@@ -399,11 +399,11 @@ def find_our_settings(key: str, known: Collection[str]) -> tuple[str, list[str]]
     for row in ROWS:
         is_verls = any(n == name or ("." in name and n.endswith(f".{name}")) for n in row.verl)
         if is_verls or key in row.trl:
-            actor_names = [our for our in row.ours if our.startswith("actor.")]
+            actor_names = [our for our in row.our_names if our.startswith("actor.")]
             engine_names = [f"engine.{our.removeprefix('actor.')}" for our in actor_names]
             settings = [
                 our
-                for our in (*row.ours, *engine_names)
+                for our in (*row.our_names, *engine_names)
                 if our in known or our.rpartition(".")[0] in known
             ]
             return ("verl" if is_verls else "TRL"), settings

@@ -282,6 +282,6 @@ def test_worked_script_of_the_page_is_its_recipe(command, tmp_path, monkeypatch,
 def test_each_line_of_the_table_has_a_converter_or_a_reason():
     assert {row.converter for row in ROWS} <= {*CONVERTERS, "dropped"}
     assert {*CONVERTERS} == {row.converter for row in ROWS} - {"dropped"}
-    assert [row for row in ROWS if not row.ours and not row.note] == []
+    assert [row for row in ROWS if not row.our_names and not row.note] == []
     defaults = [(framework, name) for framework in DEFAULTS for name in DEFAULTS[framework]]
     assert [pair for pair in defaults if find_row(*pair) is None] == []

@@ -62,7 +62,7 @@ def leaves(tree: Any, key: str = "") -> set[str]:
 
 def test_each_setting_of_ours_exists_and_each_of_theirs_has_one_line():
     known = {setting.key for group in list_setting_groups(RLConfig()) for setting in group.settings}
-    assert {name for row in ROWS for name in row.ours} <= known
+    assert {name for row in ROWS for name in row.our_names} <= known
     for framework in ("verl", "trl"):
         names = [name for row in ROWS for name in row.get_names(framework)]
         assert len(names) > 140 and len(names) == len(set(names))
