@@ -27,6 +27,7 @@ KINDS = {
     "samples": (r"mcore-rl samples .*", "cli/test_samples"),
     "report": (r"mcore-rl report .*", "tools/test_report"),
     "servers": (r"mcore-rl servers .*", "cli/test_servers"),
+    "convert config": (r"mcore-rl convert-config .*", "cli/test_convert_config"),
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "package": (r"pip (wheel|install) .*", "repo/test_package"),

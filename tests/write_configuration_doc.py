@@ -1,4 +1,4 @@
-"""Writes the tables of docs/configuration.md and docs/passthrough.md from the code.
+"""Writes tables of docs/configuration.md, from_verl_and_trl.md and passthrough.md from the code.
 
 What stands outside of the two markers of a page is written by hand and kept.
 
@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from mcore_rl.cli import other_names
 from mcore_rl.config.describe import Setting, SettingGroup, list_setting_groups
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.engine.megatron import passthrough
@@ -109,8 +110,26 @@ def build_refusals() -> str:
     return text + build_table("Decided by a CPU", engine_arguments.CPU_OWNED, "rollout")
 
 
+def build_names() -> str:
+    """Return the tables of names of verl and TRL, a section each."""
+    text = ""
+    for section in dict.fromkeys(row.section for row in other_names.ROWS):
+        text += f"### {section}\n\n| verl | TRL | Ours | |\n|---|---|---|---|\n"
+        for row in other_names.ROWS:
+            if row.section == section:
+                verl = map(other_names.get_full_name, row.verl)
+                cells = (", ".join(f"`{name}`" for name in names) for names in (verl, row.trl))
+                our_cell = ", ".join(f"`{name}`" for name in row.our_names) or "none"
+                text += f"| {' | '.join(cells)} | {our_cell} | {row.note} |\n".replace(
+                    "|  |", "| |"
+                )
+        text += "\n"
+    return text
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "configuration.md": build_settings,
+    "from_verl_and_trl.md": build_names,
     "passthrough.md": build_refusals,
 }
 

@@ -34,6 +34,7 @@ COMMANDS = {
     "servers": "which servers generate for a run: mcore-rl servers RUN [--remove 1]",
     "data": "files to train on: mcore-rl data gsm8k --input FILE ... --output FILE",
     "convert": "checkpoints of either kind: mcore-rl convert hf-to-mcore --model DIR ...",
+    "convert-config": "a recipe from a run of verl or TRL: mcore-rl convert-config verl FILE",
     "bench": "run microbenchmarks: mcore-rl bench reshard, mcore-rl bench data-plane",
     "plan": "whether a run fits, its time and traffic: mcore-rl plan memory recipe=NAME ...",
     "verify": "whether the engines agree: mcore-rl verify parity --model DIR --layout tp=2 ...",
@@ -105,7 +106,7 @@ def load_command(name: str) -> Command:
         from mcore_rl.cli.job import JOB_COMMANDS
 
         return JOB_COMMANDS[name]
-    module: Any = importlib.import_module(f"mcore_rl.cli.{name}")
+    module: Any = importlib.import_module(f"mcore_rl.cli.{name.replace('-', '_')}")
     command: Command = module
     return command
 

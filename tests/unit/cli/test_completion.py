@@ -25,7 +25,7 @@ QUICKSTARTS = [f"recipe=quickstart{suffix}" for suffix in ("", "_fsdp", "_images
     ("line", "matches"),
     [
         ("mcore-rl ", [*COMMANDS, "--help", "--version"]),
-        ("mcore-rl conv", ["convert"]),
+        ("mcore-rl conv", ["convert", "convert-config"]),
         ("mcore-rl nope ", []),
         ("mcore-rl rl see", ["seed="]),
         ("mcore-rl rl recipe=quick", QUICKSTARTS),

@@ -92,10 +92,6 @@ TO_HF = ["convert", "mcore-to-hf", "--output", "out"]
         ([*TO_HF, "--checkpoint", ROOT, "--reference", "typo"], "--reference"),
         (["convert", "inspect", "typo"], "DIR"),
         (["convert", "verify", ROOT, "typo"], "DIR"),
-        (
-            ["plan", "reshard", "--train", "tp=1", "--generate", "tp=1", "--model", "typo"],
-            "--model",
-        ),
         ([*PARITY, "--model", "typo"], "--model"),
         (
             ["rl", "model.path=typo", "data.train_file=a", "data.test_file=b", "output_dir=out"],
