@@ -127,7 +127,7 @@ _PLANS: Mapping[str, tuple[str, str, Callable[[Run], tuple[list[dict[str, Any]],
 _PLANS = {
     "traffic": (
         "Weight-sync traffic",
-        "Gigabytes of a push between ranks, as mcore-rl plan reshard plans it from config.json and "
+        "GB of a push between ranks, as mcore-rl plan reshard plans it from config.json and "
         "the model.",
         build_traffic_figure,
     ),
@@ -160,8 +160,8 @@ class FigureBuilder:
             for timeline in run.timeline:
                 for span in timeline.spans:
                     seconds[span.name] += span.end_s - span.start_s
-        others = sorted({*seconds} - {*PHASES}, key=lambda name: (-seconds[name], name))
-        for index, name in enumerate([*PHASES, *others]):  # the longest have plain colours
+        calls = sorted({*seconds} - {*PHASES}, key=lambda name: (-seconds[name], name))
+        for index, name in enumerate([*PHASES, *calls]):  # the longest have plain colours
             pattern = _PATTERNS[index // len(COLORS) % len(_PATTERNS)]
             color = COLORS[index % len(COLORS)]
             self._styles[name] = {"color": color, "pattern": {"shape": pattern}}
