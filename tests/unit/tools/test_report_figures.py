@@ -376,7 +376,8 @@ def test_phase_has_one_colour_in_every_figure_of_every_run(tmp_path):
     with (tmp_path / "b" / "metrics.jsonl").open("a") as file:
         row = {"phase": "warm_start", "step": 1, "warm_start/time/pack_s": 2.0}
         file.write(json.dumps(row | {"wall_time_s": 1.0}) + "\n")
-    spans = [TimeSpan("driver", n, 0.0, s) for n, s in (("pack", 1.0), ("update", 2.0), ("x", 9.0))]
+    ends = (("pack", 1.0), ("update", 2.0), ("x", 99.0))
+    spans = [TimeSpan("driver", name, 0.0, end_s) for name, end_s in ends]
     TimelineWriter(tmp_path / "a").write(StepTimeline("training", 1, spans))
     figures = build_variants(tmp_path / "a", tmp_path / "b")
     shown = [*figures["training-time"], *figures["training-timeline"], *figures["warm_start-time"]]
