@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from omegaconf import OmegaConf
@@ -194,7 +194,7 @@ class _Conversion:
             for part in textwrap.wrap(line, 98, subsequent_indent="  ", break_on_hyphens=False)
             or [""]
         ]
-        text = yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
+        text: str = yaml.safe_dump(nested, sort_keys=False, allow_unicode=True)
         return "".join(f"# {line}".rstrip() + "\n" for line in comments) + text
 
 
@@ -203,7 +203,11 @@ def _nest(settings: Mapping[str, Any]) -> dict[str, Any]:
     groups = list(list_setting_groups(RLConfig()))
     order = {s.key: place for place, s in enumerate(s for g in groups for s in g.settings)}
     nested: dict[str, Any] = {}
-    for key in sorted(settings, key=lambda key: order.get(key, order.get(key.rpartition(".")[0]))):
+
+    def find_place(key: str) -> int:
+        return order[key] if key in order else find_place(key.rpartition(".")[0])  # of a mapping
+
+    for key in sorted(settings, key=find_place):
         *path, name = key.split(".")
         group = nested
         for part in path:
@@ -254,4 +258,4 @@ def _read_yaml(file: str) -> Mapping[str, Any]:
         raise ConfigError(f"{file} is not valid YAML: {reason}") from error
     if not isinstance(settings, dict):
         raise ConfigError(f"{file} has no settings; allowed: key: value, one a line")
-    return settings
+    return cast(Mapping[str, Any], settings)

@@ -29,7 +29,7 @@ model.use_remove_padding | pad_to_multiple_of |  |  | sequences are always packe
 data.train_files |  | data.train_file, data.train_files | train_files | TRL: the argument \
 `train_dataset`
 data.val_files |  | data.test_file, data.test_files | test_files | TRL: `eval_dataset`
-data.prompt_key |  | data.prompt_column |  | `prompt` is found without it; a text is a message of the user, also where TRL reads it bare
+data.prompt_key |  | data.prompt_column |  | found without it; a text is a message of the user
 data.image_key |  | data.images_column | images | without effect on text models in verl
 data.max_prompt_length |  | data.max_prompt_tokens |  |
 data.filter_overlong_prompts |  | data.long_prompts | long_prompts |

@@ -110,12 +110,13 @@ def _list_sources(
     if isinstance(config, EvalConfig):
         sets = config.data.sets.items()
         return {f"data.sets.{name}": (file, _check_prompts(config.data)) for name, file in sets}
-    if isinstance(config, RLConfig):
-        data, check_row = config.data, _check_prompts(config.data)
+    data = config.data if isinstance(config, RLConfig) else get_data_config(config)
+    if isinstance(data, DataConfig):
+        check_row = _check_prompts(data)
+    elif isinstance(data, PairsConfig):
+        check_row = _check_pairs(data)
     else:
-        data = get_data_config(config)
-        is_pairs = isinstance(data, PairsConfig)
-        check_row = _check_pairs(data) if is_pairs else _check_conversations(data)
+        check_row = _check_conversations(data)
     files = {**list_train_files(data), **dict(list_test_files(data).values())}
     sources = {setting: (name, check_row) for setting, name in files.items()}
     if isinstance(config, RLConfig) and config.warm_start.num_steps:
@@ -160,13 +161,12 @@ def _check_conversations(data: ConversationsConfig) -> CheckRow:
 
 
 def _check_pairs(data: PairsConfig) -> CheckRow:
-    columns = [
-        RowColumn(getattr(data, name), f"data.{name}")
-        for name in ("prompt_column", "chosen_column", "rejected_column")
-    ]
+    prompt = RowColumn(data.prompt_column, "data.prompt_column")
+    chosen = RowColumn(data.chosen_column, "data.chosen_column")
+    rejected = RowColumn(data.rejected_column, "data.rejected_column")
     margin = RowColumn(data.margin_column, "data.margin_column") if data.margin_column else None
     tools = _build_tools_column(data.tools_column)
-    return lambda row: list(read_preference_rows([row], *columns, margin, tools))
+    return lambda row: list(read_preference_rows([row], prompt, chosen, rejected, margin, tools))
 
 
 def _build_tools_column(name: str) -> RowColumn | None:

@@ -109,7 +109,7 @@ def test_only_first_rows_are_read(folder):
     ("function", "message"),
     [
         ("absent", r"raised KeyError: 'gold' \(own.py:8: return fields\[\"gold\"\]\); it must"),
-        ("nothing", "returned None, which is no dict"),
+        ("nothing", "returned None, which is no number and no dict"),
         ("batched", r"returned \[\] for 1 responses"),
     ],
 )
@@ -124,7 +124,7 @@ def test_failing_reward_is_a_line_if_a_run_would_go_on(folder, capsys):
     config = configure(reward="own.py:nothing")
     config.reward.on_error = "zero"
     check_early(config)
-    assert "returned None, which is no dict" in (out := capsys.readouterr().out)
+    assert "returned None, which is no number and no dict" in (out := capsys.readouterr().out)
     assert "(reward.on_error='zero': the run goes on)" in out
 
 
