@@ -15,7 +15,7 @@ from mcore_rl.config.describe import list_setting_names
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.object_settings import name_objects
 from mcore_rl.config.schema import RLConfig
-from mcore_rl.jobs import rl
+from mcore_rl.jobs.early_checks import check_early
 from mcore_rl.jobs.output import CHECKPOINT, SUMMARY
 from mcore_rl.observability.metrics import METRICS_FILE, read_metrics
 
@@ -102,7 +102,11 @@ def run(config: RLConfig) -> RunResult:
     if not isinstance(config, RLConfig):
         raise ConfigError(f"config is a {type(config).__name__}; allowed: an mcore_rl.RLConfig")
     with name_objects(config) as named:
-        rl.run(compose_recorded(RLConfig, asdict(named)))
+        checked = compose_recorded(RLConfig, asdict(named))
+        check_early(checked)
+        from mcore_rl.jobs import rl  # imports torch, Ray and vLLM: after the checks
+
+        rl.run(checked)
     return load_run(config.output_dir)
 
 

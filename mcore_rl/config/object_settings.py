@@ -78,4 +78,4 @@ def _name_rows(key: str, rows: Any) -> str:
         )
     if not (hasattr(rows, "__len__") and hasattr(rows, "__getitem__")):
         rows = [*rows]  # a generator gives its rows once
-    return register_rows(name, lambda: rows)
+    return register_rows(name, rows)

@@ -14,7 +14,7 @@ import inspect
 import site
 import sys
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -75,10 +75,10 @@ def import_objects(pickles: Mapping[str, bytes]) -> None:
     _pickles.update(pickles)
 
 
-def register_rows(name: str, read: Callable[[], Any]) -> str:
-    """Return the name of a function that returns rows, which only the driver calls."""
-    name = _choose_name(name, read)
-    _objects[name] = read
+def register_rows(name: str, rows: Any) -> str:
+    """Return the name of rows, or of a function that returns some, which only the driver reads."""
+    name = _choose_name(name, rows)
+    _objects[name] = rows
     return name
 
 

@@ -33,7 +33,7 @@ from mcore_rl.config.errors import ConfigError, describe_error
 from mcore_rl.config.import_path import load_user_function
 from mcore_rl.config.json_file import MAX_BYTES as MAX_LINE_BYTES
 from mcore_rl.config.json_file import parse_json_object, read_json_object
-from mcore_rl.config.python_objects import is_object_name
+from mcore_rl.config.python_objects import get_object, is_object_name
 from mcore_rl.config.regular_file import check_regular, find_below, open_regular_fd
 
 ALLOWED = (
@@ -126,8 +126,10 @@ def open_rows(name: str | Path, setting: str) -> RowSource:
     """
     path, source = Path(name), f"{setting}={str(name)!r}"
     rows: RowSource
-    is_function = is_object_name(str(name)) or re.fullmatch(_IMPORT_PATH, str(name))
-    if not path.exists() and is_function:
+    if is_object_name(str(name)):
+        value = get_object(setting, str(name))
+        rows = _FunctionRows(source, value if callable(value) else lambda: value)
+    elif not path.exists() and re.fullmatch(_IMPORT_PATH, str(name)):
         rows = _FunctionRows(source, load_user_function(setting, str(name)))
     else:
         check_exists(setting, name)
@@ -151,12 +153,14 @@ def open_file(path: Path, source: str, *, max_rows: int | None = None) -> RowSou
 
 
 def read_first_row(name: str, setting: str) -> Row | None:
-    """Read the first row of a file or a folder, and little else of it; None for a function.
+    """Read the first row of a file, folder or list, and little else of it; None for a function.
 
     Raises:
         ConfigError: As `open_rows`.
     """
     path, source = Path(name), f"{setting}={name!r}"
+    if is_object_name(name):
+        return None if callable(get_object(setting, name)) else open_rows(name, setting)[0]
     if not path.exists() and re.fullmatch(_IMPORT_PATH, name):
         return None
     check_exists(setting, name)

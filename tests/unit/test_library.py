@@ -118,6 +118,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ),
         ({"data": []}, "data.train_file='<python>:train_file' has no rows"),
         ({"data": [{"text": "2 + 3?"}]}, "data.train_file='<python>:train_file': row 0 has no co"),
+        (
+            {"reward": lambda text: {}["x"]},
+            "reward.name='<python>:function' raised KeyError: 'x' (te",
+        ),
         ({"model": "no_such_folder"}, "model.path='no_such_folder' does not exist"),
     ],
 )
