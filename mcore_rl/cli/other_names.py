@@ -333,7 +333,7 @@ response; [viewer](watching.md)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class SettingNames:
     """Settings that mean the same."""
 
     section: str
@@ -347,7 +347,7 @@ class Row:
         return self.verl if framework == "verl" else self.trl
 
 
-def _read_table() -> Iterator[Row]:
+def _read_table() -> Iterator[SettingNames]:
     section = ""
     for line in TABLE.strip().splitlines():
         if line.startswith("# "):
@@ -355,7 +355,7 @@ def _read_table() -> Iterator[Row]:
             continue
         cells = [cell.strip() for cell in line.split("|")]
         verl, trl, our_names = (tuple(filter(None, cell.split(", "))) for cell in cells[:3])
-        yield Row(section, verl, trl, our_names, cells[3] or "same", cells[4])
+        yield SettingNames(section, verl, trl, our_names, cells[3] or "same", cells[4])
 
 
 ROWS = list(_read_table())
@@ -370,7 +370,7 @@ def get_full_name(name: str) -> str:
     return f"{VERL_GROUP}.{name}" if name.startswith(_INSIDE) else name
 
 
-def find_row(framework: str, name: str) -> Row | None:
+def find_row(framework: str, name: str) -> SettingNames | None:
     """Return the row of a setting, or of the mapping that it is in; None where none has it.
 
     >>> find_row("verl", "actor.megatron.override_transformer_config.bias_dropout_fusion").our_names

@@ -101,7 +101,7 @@ def ray_session(
 
 
 def _check_resources(
-    needed: Mapping[str, float], address: str | None, *, is_joined_before: bool
+    needed: Mapping[str, float], address: str | None, *, is_joined_before: bool = False
 ) -> None:
     """Raise ConfigError if the session has less in all than `needed`."""
     total = ray.cluster_resources()

@@ -8,6 +8,7 @@ import re
 import pytest
 from ray._private import worker
 
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.controller import ray_session
 
 
@@ -41,6 +42,17 @@ def test_session_warns_of_nodes_that_a_run_leaves_idle(
     else:
         assert out.count("\n") == 1
         assert re.match(message, out)
+
+
+def test_a_ray_that_the_process_has_joined_without_devices_is_refused_with_a_remedy(monkeypatch):
+    monkeypatch.setattr(ray_session.ray, "cluster_resources", lambda: {"CPU": 2.0})
+    with pytest.raises(ConfigError) as raised:
+        ray_session._check_resources({"rank": 2}, "10.0.0.1:20000", is_joined_before=True)
+    assert str(raised.value) == (
+        "the Ray of this process, at 10.0.0.1:20000, which was started before the run, has too "
+        "little of what the run needs: 2 of 'rank' (it has 0); allowed: ray.shutdown() before the "
+        "run, which then starts its own, or ray.init(resources={'rank': 2})"
+    )
 
 
 @pytest.mark.job

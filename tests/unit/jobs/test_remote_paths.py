@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -336,7 +337,9 @@ def test_failed_export_has_no_config_and_can_be_repeated(task, store, monkeypatc
 
 
 def test_export_without_its_package_is_refused_before_the_run(tmp_path, capsys, task):
-    words = (f"model.path={task / 'model'}", f"data.train_file={task / 'train.parquet'}")
+    chat = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": chat}))
+    words = (f"model.path={task / 'model'}", f"data.train_file={tmp_path / 'chats.jsonl'}")
     url = "checkpoint.export_to=s3://bucket/run"
     assert run_command("sft", ["--dry-run", *words, url, f"output_dir={tmp_path / 'o'}"]) == 2
     error = capsys.readouterr().err
