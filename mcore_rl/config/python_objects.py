@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import pickle
 import site
 import sys
 import sysconfig
@@ -19,8 +20,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import cloudpickle
 
 from mcore_rl.config.errors import ConfigError, describe_error
 
@@ -59,7 +58,7 @@ def get_object(setting: str, name: str) -> Any:
                 f"{setting}={name!r} is an object of the Python session that started the run; "
                 "allowed: run it from there again, or set an import path"
             )
-        _objects[name] = cloudpickle.loads(_pickles[name])
+        _objects[name] = pickle.loads(_pickles[name])  # what cloudpickle writes is a pickle
     return _objects[name]
 
 
@@ -104,6 +103,8 @@ def _choose_name(name: str, value: object) -> str:
 
 def _pickle(setting: str, function: Any) -> bytes:
     """Pickle a function, with the modules of the user that other processes cannot import."""
+    import cloudpickle  # the sandbox, which imports this file, may run in another Python
+
     modules = [module for module in [*sys.modules.values()] if _is_session_module(module)]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
