@@ -112,7 +112,7 @@ def _check_resources(
     ]
     if short:
         place = f"the Ray cluster at RAY_ADDRESS={address!r}" if address else "this machine"
-        remedy = "use a smaller layout, or start nodes with more (ray start --resources)"
+        remedy = "a smaller layout, or nodes with more (ray start --resources)"
         if is_joined_before:
             place = f"the Ray of this process, at {address}, which was started before the run,"
             resources = {name: n for name, n in needed.items() if name not in ("CPU", "GPU")}

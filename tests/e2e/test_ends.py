@@ -121,7 +121,7 @@ def test_a_cluster_without_the_resource_is_refused_at_once_and_leaves_no_folder(
     assert done.returncode == 2, done.stderr
     assert done.stderr == (
         f"mcore-rl rl: the Ray cluster at RAY_ADDRESS='{cluster}' has too little of what the run "
-        "needs: 1 of 'rank' (it has 0); use a smaller layout, or start nodes with more (ray start "
+        "needs: 1 of 'rank' (it has 0); allowed: a smaller layout, or nodes with more (ray start "
         "--resources)\n"
     )
     assert list(tmp_path.iterdir()) == []
