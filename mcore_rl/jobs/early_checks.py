@@ -35,7 +35,7 @@ from mcore_rl.data.rows import (
     read_tool_schemas,
 )
 from mcore_rl.data.sample import Sample
-from mcore_rl.jobs.remote_paths import HUBS
+from mcore_rl.jobs.remote_paths import HUBS, find_published
 
 CheckRow = Callable[[Row], object]
 
@@ -59,13 +59,15 @@ def check_early(config: RLConfig | TrainConfig | EvalConfig, *, needs_data: bool
     else:
         validate_train(config, needs_data=needs_data)
     path = config.model.path
-    if path and not is_url(path) and not path.startswith(HUBS):
+    is_here = not (is_url(path) or path.startswith(HUBS) or find_published(path))
+    if path and is_here:  # a dry run takes a published config.json, too
         check_model_exists("model.path", path)
     rows = []
     for setting, (name, check_row) in _list_sources(config).items():
         if name and not is_url(name) and (row := read_first_row(name, setting)) is not None:
             check_row(row)
-            rows.append(row)
+            if setting.startswith("data."):
+                rows.append(row)
     if rows and isinstance(config, EvalConfig):
         _try_reward(rows[0], config.data, config.reward)
     if rows and isinstance(config, RLConfig) and config.agent.loop in REWARDED_LOOPS:

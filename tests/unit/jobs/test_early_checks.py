@@ -100,6 +100,19 @@ def fill(config: SFTConfig | DPOConfig, **data) -> SFTConfig | DPOConfig:
     return config
 
 
+def test_rewards_are_not_tried_with_rows_to_imitate(folder):
+    config = configure("own.py:ask", reward="own.py:absent")  # rows of a function are not read
+    pq.write_table(pa.Table.from_pylist([ROW | {"response": "3"}]), "warm.parquet")
+    config.warm_start.num_steps, config.warm_start.train_file = 1, "warm.parquet"
+    check_early(config)
+
+
+def test_published_model_is_left_to_what_reads_its_config(folder):
+    config = configure()
+    config.model.path = "deepseek-ai/DeepSeek-V3"
+    check_early(config)
+
+
 def test_only_first_rows_are_read(folder):
     check_early(configure("train.jsonl"))
     check_early(configure("own.py:ask"))  # rows of a function are not read
