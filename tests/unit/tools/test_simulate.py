@@ -19,6 +19,7 @@ from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.controller import pending_call
 from mcore_rl.data.sample_tables import get_table_path, write_table
+from mcore_rl.jobs.remote_paths import PUBLISHED_CONFIGS
 from mcore_rl.observability.timeline import StepTimeline, TimelineWriter, TimeSpan
 from mcore_rl.planner import generation
 from mcore_rl.planner.hardware import load_hardware
@@ -36,7 +37,7 @@ from mcore_rl.tools.simulate.run import open_simulation, prepare_config, simulat
 from mcore_rl.tools.simulate.times import ResponseLengths, StepTimes, Workload, predict_times
 from mcore_rl.tools.simulate.virtual_time import VirtualClock, VirtualExecutor, run_by_clock
 from tests.pages import select_commands
-from tests.published_runs import FOLDER, read_model
+from tests.published_runs import read_model
 
 TIMES = StepTimes(
     decode_s=0.01, decode_response_s=0.0, prefill_token_s=0.0, reward_s=0.0,
@@ -268,7 +269,9 @@ def test_times_are_those_of_a_plan():
 
 def test_a_run_takes_about_the_time_that_is_planned(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("mcore_rl.tools.simulate.run.open_simulation", nullcontext)
-    (tmp_path / "config.json").write_text((FOLDER / "Qwen3-8B.json").read_text())
+    (tmp_path / "config.json").write_text(
+        (PUBLISHED_CONFIGS / "Qwen/Qwen3-8B/config.json").read_text()
+    )
     settings = [
         *SETTINGS, f"model.path={tmp_path}", "rollout.max_response_tokens=500",
         "weight_sync.method=disaggregated", "--hardware=h100", "--prompt-tokens=32",
