@@ -224,7 +224,7 @@ class _Reader:
             parts[-1] += "$"
 
     def _find_closing(self, opening: str, closing: str) -> int:
-        """Return the place of the bracket that closes the one here."""
+        """Return the place of the bracket that closes the next one."""
         depth = 0
         for place in range(self.place, len(self.text)):
             depth += {opening: 1, closing: -1}.get(self.text[place], 0)

@@ -1,6 +1,6 @@
 """Functions outside the package, by import path: `module:function`, `path/to/file.py:function`.
 
-Objects of a Python session have names instead (python_objects.py), which are found here, too.
+Objects of a Python session have names of another form (python_objects.py), which lead to them.
 """
 
 from __future__ import annotations

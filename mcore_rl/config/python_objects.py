@@ -2,9 +2,9 @@
 
 Settings are text, which a command line, a recipe and `config.json` hold. A script or notebook may
 put an object there instead (object_settings.py), whose name is its import path where every process
-of a run can import it, else `<python>:name`. Such a name is looked up in the tables here. Workers
-receive the objects by value (controller/worker_group.py), as Ray ships functions: pickled in
-memory, never on disk.
+of a run can import it, else `<python>:name`. Such a name is looked up in the tables of this file.
+Workers receive the objects by value (controller/worker_group.py), as Ray ships functions: pickled
+in memory, never on disk.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def get_object(setting: str, name: str) -> Any:
                 f"{setting}={name!r} is an object of the Python session that started the run; "
                 "allowed: run it from there again, or set an import path"
             )
-        _objects[name] = pickle.loads(_pickles[name])  # what cloudpickle writes is a pickle
+        _objects[name] = pickle.loads(_pickles[name])  # of the run's driver, by memory
     return _objects[name]
 
 

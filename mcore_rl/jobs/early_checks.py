@@ -59,8 +59,8 @@ def check_early(config: RLConfig | TrainConfig | EvalConfig, *, needs_data: bool
     else:
         validate_train(config, needs_data=needs_data)
     path = config.model.path
-    is_here = not (is_url(path) or path.startswith(HUBS) or find_published(path))
-    if path and is_here:  # a dry run takes a published config.json, too
+    is_local = not (is_url(path) or path.startswith(HUBS) or find_published(path))
+    if path and is_local:  # a dry run takes a published config.json, too
         check_model_exists("model.path", path)
     rows = []
     for setting, (name, check_row) in _list_sources(config).items():

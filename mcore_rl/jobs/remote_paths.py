@@ -99,7 +99,7 @@ def fetch_model(setting: str, name: str, *, with_weights: bool = True) -> str:
     unless the current folder has a file of that name.
 
     Raises:
-        ConfigError: The model cannot be fetched, or has no weights here; names the setting.
+        ConfigError: The model cannot be fetched, or only its config.json is known.
     """
     patterns = [*_OTHER_FILES, *(_WEIGHTS if with_weights else ())]
     if is_url(name):
@@ -142,7 +142,7 @@ def _choose_folder(setting: str, name: str, *, with_weights: bool) -> str:
         full_name = _get_full_name(folder)
         if with_weights:
             raise ConfigError(
-                f"{setting}={name!r} is no folder here, and this package has no weights of "
+                f"{setting}={name!r} is no folder, and this package has no weights of "
                 f"{full_name}; allowed: a folder with its weights, or hf:{full_name}"
             )
         print(f"{setting}={name}: config.json of {full_name}, from this package", file=sys.stderr)

@@ -21,8 +21,9 @@ from typing import Any
 import torch
 
 from mcore_rl.config.allowed import TRANSPORTS
-from mcore_rl.config.errors import PeerError
+from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.import_path import is_import_path, load_user_class
+from mcore_rl.config.python_objects import is_object_name
 from mcore_rl.config.schema import WeightSyncConfig
 from mcore_rl.models.base import HFConfig
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
@@ -184,6 +185,11 @@ def load_transport_class(name: str) -> type[WeightTransport]:
 
 def check_transport(name: str) -> None:
     """Import the packages of a transport; raise ConfigError if this machine cannot use it."""
+    if is_object_name(name):
+        raise ConfigError(
+            f"weight_sync.transport={name!r} is a class of a Python session, which the processes "
+            "of a server do not receive; allowed: a class of a module or file, which they import"
+        )
     if is_import_path(name):
         load_transport_class(name)
     elif name == "nixl":

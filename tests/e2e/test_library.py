@@ -57,32 +57,33 @@ def show(result):
     is_exported = (result.checkpoint / "config.json").is_file()
     print(json.dumps([result.metrics, len(result.warm_start), is_exported]))
 
-if __name__ == "__main__":
-    folder, model = sys.argv[1:3]
-    config = mcore_rl.load_recipe("quickstart", *sys.argv[3:], f"output_dir={folder}/first")
-    config.reward.name = lambda text, fields: score(text, fields["answer"])
-    config.trainer.mode = Loop
-    result = asyncio.run(run_cell(config))
-    assert result.metrics == mcore_rl.load_run(config.output_dir).metrics
-    show(result)
+folder, model = sys.argv[1:3]
+with open(f"{folder}/starts", "a") as file:
+    file.write("x")
+config = mcore_rl.load_recipe("quickstart", *sys.argv[3:], f"output_dir={folder}/first")
+config.reward.name = lambda text, fields: score(text, fields["answer"])
+config.trainer.mode = Loop
+result = asyncio.run(run_cell(config))
+assert result.metrics == mcore_rl.load_run(config.output_dir).metrics
+show(result)
 
-    ray.init(num_cpus=1, resources={"rank": 1}, include_dashboard=False)
-    rows = [{"prompt": f"Start with {n}.", "answer": str(n)}
-            for n in range(8)]
-    settings = {
-        "algorithm.advantage": center, "algorithm.loss": weigh, "agent.loop": "environment",
-        "agent.environment": Echo, "trainer.num_steps": STEPS, "trainer.prompts_per_step": 4,
-        "algorithm.group_size": 2, "rollout.max_response_tokens": 12, "rollout.max_num_seqs": 8,
-        "data.max_prompt_tokens": 200, "rollout.kv_cache_bytes": 64 << 20,
-    }
-    def train():
-        result = mcore_rl.grpo(model, lambda text: 0, rows,
-                               output_dir=f"{folder}/second", settings=settings)
-        show(result)
-    thread = threading.Thread(target=train)
-    thread.start()
-    thread.join()
-    assert ray.is_initialized() and ray.cluster_resources()["rank"] == 1
+ray.init(num_cpus=1, resources={"rank": 1}, include_dashboard=False)
+rows = [{"prompt": f"Start with {n}.", "answer": str(n)}
+        for n in range(8)]
+settings = {
+    "algorithm.advantage": center, "algorithm.loss": weigh, "agent.loop": "environment",
+    "agent.environment": Echo, "trainer.num_steps": STEPS, "trainer.prompts_per_step": 4,
+    "algorithm.group_size": 2, "rollout.max_response_tokens": 12, "rollout.max_num_seqs": 8,
+    "data.max_prompt_tokens": 200, "rollout.kv_cache_bytes": 64 << 20,
+}
+def train():
+    result = mcore_rl.grpo(model, lambda text: 0, rows,
+                           output_dir=f"{folder}/second", settings=settings)
+    show(result)
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+assert ray.is_initialized() and ray.cluster_resources()["rank"] == 1
 """
 
 
@@ -102,6 +103,7 @@ def test_a_script_runs_twice_with_functions_of_its_own(tmp_path, user_task_setti
         capture_output=True, text=True, timeout=500, cwd=ROOT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
+    assert (tmp_path / "starts").read_text() == "x"  # no process imports a script without a guard
     first, second = (json.loads(line) for line in done.stdout.splitlines() if line[:2] == "[[")
     metrics, num_warm, is_exported = first
     assert ([row["step"] for row in metrics], num_warm, is_exported) == ([1, 2], 2, True)

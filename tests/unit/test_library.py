@@ -134,3 +134,18 @@ def test_grpo_refuses_what_it_cannot_take(model, tmp_path, monkeypatch, argument
     with pytest.raises(mcore_rl.ConfigError) as raised:
         mcore_rl.grpo(**arguments, settings=settings)
     assert str(raised.value).startswith(message)
+
+
+def test_grpo_takes_the_name_of_a_model_on_the_hub(tmp_path, monkeypatch):
+    asked = []
+
+    def download(name: str, **options: object) -> str:
+        asked.append(name)
+        raise OSError("no network")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    rows = [{"prompt": "2 + 3?"}]
+    with pytest.raises(mcore_rl.ConfigError, match=r"model.path='hf:Org/tiny' cannot be fetched"):
+        mcore_rl.grpo("Org/tiny", lambda text: 1.0, rows)
+    assert asked == ["Org/tiny"]

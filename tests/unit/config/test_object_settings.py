@@ -8,13 +8,17 @@ import threading
 import cloudpickle
 import pytest
 
+from mcore_rl.agents.tools.base import tool
+from mcore_rl.agents.tools.sources import load_tool_sources
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import load_function, load_object
 from mcore_rl.config.object_settings import name_objects
 from mcore_rl.config.python_objects import export_objects, import_objects, keep_objects
 from mcore_rl.config.schema import RLConfig
 from mcore_rl.data.files import open_rows
+from mcore_rl.examples.file_transport import FileTransport
 from mcore_rl.examples.rft import RejectionSampling
+from mcore_rl.weight_sync.transport import check_transport
 
 
 def make_reward(scale):
@@ -83,6 +87,29 @@ def test_a_module_that_other_processes_cannot_import_travels_with_its_functions(
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout == "3\n", done.stderr
     assert not cloudpickle.list_registry_pickle_by_value()
+
+
+def test_a_worker_gets_a_tool_by_value():
+    def add(first: int, second: int) -> int:
+        """Add two numbers."""
+        return first + second
+
+    config = RLConfig()
+    config.agent.tools = [tool(add)]
+    with name_objects(config) as named:
+        pickles = export_objects()
+    with keep_objects():  # as in another process
+        import_objects(pickles)
+        [source] = load_tool_sources(named.agent)
+        assert source(2, 3) == 5 and source.tool.name == "add"
+
+
+def test_a_transport_of_a_session_is_refused_as_servers_do_not_receive_it():
+    config = RLConfig()
+    config.weight_sync.transport = type("Own", (FileTransport,), {"__module__": "__main__"})
+    refusal = pytest.raises(ConfigError, match="a class of a Python session, which the processes")
+    with name_objects(config) as named, refusal:
+        check_transport(named.weight_sync.transport)
 
 
 def test_rows_stay_in_the_process_that_reads_them():
