@@ -137,10 +137,10 @@ def test_grpo_refuses_what_it_cannot_take(model, tmp_path, monkeypatch, argument
 
 
 def test_grpo_takes_the_name_of_a_model_on_the_hub(tmp_path, monkeypatch):
-    asked = []
+    names = []
 
     def download(name: str, **options: object) -> str:
-        asked.append(name)
+        names.append(name)
         raise OSError("no network")
 
     monkeypatch.chdir(tmp_path)
@@ -148,4 +148,4 @@ def test_grpo_takes_the_name_of_a_model_on_the_hub(tmp_path, monkeypatch):
     rows = [{"prompt": "2 + 3?"}]
     with pytest.raises(mcore_rl.ConfigError, match=r"model.path='hf:Org/tiny' cannot be fetched"):
         mcore_rl.grpo("Org/tiny", lambda text: 1.0, rows)
-    assert asked == ["Org/tiny"]
+    assert names == ["Org/tiny"]
