@@ -540,6 +540,13 @@ def get_head_dim(config: HFConfig) -> int:
     return int(hidden // heads)
 
 
+def count_attention_layers(config: HFConfig) -> int:
+    """Count the layers that cache keys and values: all but those of linear attention."""
+    if config.get("linear_num_key_heads"):
+        return list_layer_types(config).count("full_attention")
+    return int(get_field(config, "num_hidden_layers"))
+
+
 def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
     """Count the elements of the KV cache per token, over all layers, on one of `tp` workers.
 
@@ -548,9 +555,7 @@ def count_kv_elements_per_token(config: HFConfig, tp: int = 1) -> int:
     every worker; and a key for an indexer in float8, with a scale per 128 dims, counted at half its
     elements. Layers of linear attention have a state per sequence and nothing per token.
     """
-    num_layers = int(get_field(config, "num_hidden_layers"))
-    if config.get("linear_num_key_heads"):
-        num_layers = list_layer_types(config).count("full_attention")
+    num_layers = count_attention_layers(config)
     if config.get("kv_lora_rank"):
         latent = int(config["kv_lora_rank"] + get_field(config, "qk_rope_head_dim"))
         index_dim = int(config.get("index_head_dim") or 0)

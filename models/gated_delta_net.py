@@ -66,6 +66,19 @@ def is_mixture_of_experts(config: HFConfig) -> bool:
     return bool(config.get("num_local_experts") or config.get("num_experts"))
 
 
+def count_state_bytes(config: HFConfig, tp: int = 1) -> int:
+    """Count the bytes of a sequence in a delta net on one of `tp` workers; 0 of another model.
+
+    The last inputs of the convolution and a [key, value] state of each head, in float32 as vLLM has
+    the state (model_executor/layers/mamba/mamba_utils.py:141).
+    """
+    if not config.get("linear_num_key_heads"):
+        return 0
+    width, key, value, heads, value_heads = (get_field(config, name) for name in _LINEAR_FIELDS)
+    inputs = (2 * heads * key + value_heads * value) * (width - 1)
+    return int(4 * (inputs + value_heads * key * value) // tp)
+
+
 def map_hybrid_config(config: HFConfig, num_mtp_layers: int) -> dict[str, Any]:
     """Return arguments of Megatron's TransformerConfig and of the rotary embedding.
 

@@ -26,7 +26,8 @@ def main(arguments: list[str]) -> None:
     check_at_least("--top-k", options.top_k, 0)
     check_value("--stop", options.stop, StopTexts)
     for name in ("max_tokens", "max_context", "tp", "kv_cache_bytes"):
-        check_at_least(f"--{name.replace('_', '-')}", getattr(options, name), 1)
+        if (value := getattr(options, name)) is not None:
+            check_at_least(f"--{name.replace('_', '-')}", value, 1)
     if options.seed is not None:
         check_between("--seed", options.seed, 0, MAX_SEED)
     check_choice("--dtype", options.dtype, (*DTYPES, "auto"))
@@ -82,6 +83,7 @@ def build_parser() -> Parser:
         help="default: of the device type",
     )
     add("--tp", type=int, default=1, metavar="N", help="tensor parallel; default: 1")
-    add("--kv-cache-bytes", type=int, default=4 << 30, metavar="N", help="default: 4 GiB")
+    about = "default: what a conversation needs"
+    add("--kv-cache-bytes", type=int, metavar="N", help=about)
     add("--timeout", type=float, default=600.0, metavar="S", help="of the start; default: 600")
     return parser

@@ -313,7 +313,9 @@ class RolloutConfig:
     max_num_seqs: PositiveInt | None = None
     # maximum tokens of a server's forward pass; null: as `vllm serve`
     max_num_batched_tokens: PositiveInt | None = None
-    kv_cache_bytes: PositiveInt = 4 << 30  # KV cache of each worker of a server
+    # KV cache of each worker of a server; null: what the sequences of the run need, as far as there
+    # is room (docs/rollout.md)
+    kv_cache_bytes: PositiveInt | None = None
     # first weights of servers: checkpoint, dummy (sent by the trainer), auto (dummy after a resume
     # or restart)
     load_format: Annotated[str, OneOf("auto", "checkpoint", "dummy")] = "auto"
@@ -361,7 +363,7 @@ class ServedModelConfig:
     max_context: Annotated[int, AtLeast(2)] | None = None
     max_num_seqs: PositiveInt | None = None  # as rollout.max_num_seqs
     max_num_batched_tokens: PositiveInt | None = None  # as rollout.max_num_batched_tokens
-    kv_cache_bytes: PositiveInt = 4 << 30  # KV cache of each worker of a server
+    kv_cache_bytes: PositiveInt | None = None  # as rollout.kv_cache_bytes
     cores: str = ""  # as rollout.cores
     engine: dict[str, Any] = field(default_factory=dict)  # arguments of vLLM's engine
     # as rollout.sglang

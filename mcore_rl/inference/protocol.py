@@ -15,8 +15,10 @@ from typing import ClassVar, Literal, Protocol
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.sample import RoutedExperts
+from mcore_rl.inference.kv_cache import CPU_BYTES, count_need
 from mcore_rl.inference.lifecycle import Lifecycle, RequestGate
-from mcore_rl.models.base import HFConfig
+from mcore_rl.models.base import HFConfig, read_config
+from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.rendezvous import RendezvousEndpoint
 from mcore_rl.weight_sync.spec import TransferSpec, WeightFormat, WorkerLists
 
@@ -131,6 +133,7 @@ class ServerSpec:
     adapters: Mapping[str, str] = field(default_factory=dict)
     images_folder: str = ""  # of the ImageStore that requests name images of; "": none
     node_rank: int = 0  # among the settings.nodes_per_server nodes of the server
+    num_sequences: int | None = None  # most at once; None: as many as the server takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,9 +244,31 @@ class GenerationServer(ABC):
         """
 
     @classmethod
-    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
-        """Return the size of the KV cache of each worker; 0 if settings do not say it."""
+    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int | None:
+        """Return the size of the KV cache of each worker; 0 if it is none of the settings.
+
+        Args:
+            settings: With kv_cache_bytes, also where it is the default.
+        """
         return 0
+
+    def compute_kv_cache_bytes(self) -> int:
+        """Return settings.kv_cache_bytes, or its default: what the sequences need.
+
+        On a GPU the default is for a server to bound by the memory that is free there.
+        """
+        spec, device = self.spec, detect_device().type
+        if spec.settings.kv_cache_bytes is not None:
+            return spec.settings.kv_cache_bytes
+        need = count_need(
+            read_config(spec.model_path),
+            spec.settings,
+            spec.dtype,
+            spec.max_model_tokens,
+            spec.num_sequences,
+            device,
+        )
+        return need.choose_bytes(CPU_BYTES if device == "cpu" else None)
 
     @property
     def is_headless(self) -> bool:

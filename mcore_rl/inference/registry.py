@@ -13,7 +13,7 @@ from mcore_rl.config.schema import RolloutConfig, SGLangConfig
 from mcore_rl.inference.protocol import GenerationServer, ServerFeatures, ServerSpec
 
 # Of `vllm serve` on GPUs of 70 GiB and more (vllm/engine/arg_utils.py:2935).
-DEFAULT_MAX_SEQS, DEFAULT_BATCHED_TOKENS = 1024, 8192
+DEFAULT_BATCHED_TOKENS = 8192
 EXAMPLE = "mcore_rl.examples.hf_server:HFServer"  # of transformers alone
 # Imported on use: a run with servers of a user's own needs no vLLM.
 BACKENDS: Mapping[str, str] = MappingProxyType(

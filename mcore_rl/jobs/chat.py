@@ -45,7 +45,7 @@ class ChatSettings:
     seed: int | None
     dtype: str
     tp: int
-    kv_cache_bytes: int
+    kv_cache_bytes: int | None  # None: what the conversation needs
     timeout_s: float
 
 

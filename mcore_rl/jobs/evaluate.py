@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +35,8 @@ from mcore_rl.data.datasets import PromptDataset
 from mcore_rl.data.images import RowImages, load_row_images
 from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
-from mcore_rl.inference.registry import (
-    DEFAULT_MAX_SEQS,
-    check_server_package,
-    check_server_settings,
-)
+from mcore_rl.inference.kv_cache import DEFAULT_MAX_SEQS
+from mcore_rl.inference.registry import check_server_package, check_server_settings
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.output import (
     LOGS,
@@ -193,7 +190,10 @@ def check_evaluation(config: EvalConfig) -> EvaluationInputs:
     for prompts in sets.values():
         check_columns(config.reward, prompts[0].fields)
     _warn_about_short_sets(config, sets)
-    return EvaluationInputs(config, run, plan, tokenizer, sets, _get_find_answer(config), images)
+    find_answer = _get_find_answer(config)
+    inputs = EvaluationInputs(config, run, plan, tokenizer, sets, find_answer, images)
+    num_samples = max(map(inputs.count_prompts, sets)) * config.rollout.n
+    return replace(inputs, plan=plan_evaluation(run, num_samples))
 
 
 def _warn_about_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -> None:
@@ -247,7 +247,8 @@ def _evaluate_set(name: str, inputs: EvaluationInputs, pool: RolloutPool, folder
     """Sample one set, write its samples, and return its metrics."""
     config, servers = inputs.config, inputs.config.rollout
     prompts = build_held_out_batch(inputs.sets[name], inputs.count_prompts(name))
-    num_running = servers.num_servers * servers.dp * (servers.max_num_seqs or DEFAULT_MAX_SEQS)
+    most = servers.max_num_seqs or DEFAULT_MAX_SEQS[detect_device_type()]
+    num_running = servers.num_servers * servers.dp * most
     size = max(servers.num_servers, _ROUNDS * num_running // servers.n)
     parts: list[Batch] = []
     with (

@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
-import torch
-
 import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
@@ -54,6 +52,7 @@ from mcore_rl.data.tokenizer import (
 )
 from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
+from mcore_rl.inference.kv_cache import count_token_bytes
 from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
 from mcore_rl.jobs.placement import detect_device_type
 from mcore_rl.jobs.quantization_preflight import check_quantization
@@ -61,11 +60,9 @@ from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REWARD_MODEL, WARM_START, Role
 from mcore_rl.models.base import (
     SEQUENCE,
     HFConfig,
-    count_kv_elements_per_token,
     get_family,
     get_field,
     get_frozen_prefixes,
-    get_model_sizes,
     pad_vocab_size,
     read_config,
 )
@@ -347,6 +344,14 @@ def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> No
         raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
+def limit_evaluation(config: RLConfig, inputs: Inputs) -> RLConfig:
+    """Return settings with the rows of the largest held-out set where an evaluation takes all."""
+    if config.trainer.eval_samples or not inputs.tests:
+        return config
+    largest = max(map(len, inputs.tests.values()))
+    return replace(config, trainer=replace(config.trainer, eval_samples=largest))
+
+
 def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
     """Check the settings that depend on the config.json of models alone; return the policy's."""
     hf_config = read_checkpoint_config(config.model.path)
@@ -446,12 +451,10 @@ def _check_kv_cache(
 
     Servers round up to blocks of tokens, and refuse the rest when they start.
     """
-    itemsize = getattr(torch, dtype).itemsize
-    least = num_tokens * count_kv_elements_per_token(hf_config, servers.tp) * itemsize
-    if servers.speculative.num_tokens:  # prediction layers have keys and values, too
-        num_layers = get_model_sizes(hf_config).num_layers
-        least += least * get_family(hf_config).num_mtp_layers(hf_config) // num_layers
-    if 0 < load_server_class(servers, key).get_kv_cache_bytes(servers) < least:
+    if servers.kv_cache_bytes is None:
+        return  # the default holds one
+    least = num_tokens * count_token_bytes(hf_config, servers, dtype)
+    if 0 < (load_server_class(servers, key).get_kv_cache_bytes(servers) or 0) < least:
         raise ConfigError(
             f"{key}.kv_cache_bytes={servers.kv_cache_bytes}: one {sequence} takes {least} bytes; "
             "allowed: at least as many"

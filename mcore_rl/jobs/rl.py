@@ -46,7 +46,7 @@ from mcore_rl.jobs.placement import (
     list_replayed_experts,
     resolve_for_nodes,
 )
-from mcore_rl.jobs.preflight import Inputs, check_inputs
+from mcore_rl.jobs.preflight import Inputs, check_inputs, limit_evaluation
 from mcore_rl.jobs.remote_paths import check_export, export_checkpoint
 from mcore_rl.jobs.resume import (
     check_critic,
@@ -147,6 +147,8 @@ def _check_start(config: RLConfig, folder: Path) -> _Start | None:
     plan = plan_run(config)
     check_critic(plan, checkpoint, config.algorithm.advantage)
     inputs = check_inputs(config, plan)
+    config = limit_evaluation(config, inputs)  # which decides how many sequences servers have
+    plan = plan_run(config)
     digests = check_data(checkpoint, config.data, inputs.train, inputs.tests.values())
     disk_space.check_disk_space(config, plan, folder, checkpoint.step if checkpoint else 0)
     return _Start(config, plan, inputs, digests, checkpoint)
@@ -393,6 +395,7 @@ def build_server_pool(
         experts=list_replayed_experts(config),
         images_folder=get_images_folder(config.data, config.output_dir),
         max_image_pixels=config.data.max_image_pixels,
+        num_sequences=_get_num_sequences(plan, "rollout"),
     )
     num_servers, nodes = config.rollout.num_servers, config.rollout.nodes_per_server
     desired = functools.partial(read_desired_servers, Path(config.output_dir), num_servers)
@@ -416,6 +419,11 @@ def build_server_pool(
     ) as servers:
         yield servers
         servers.shut_down()
+
+
+def _get_num_sequences(plan: RunPlan, name: str) -> int | None:
+    servers = plan.find_servers(name)
+    return None if servers is None else servers.num_sequences
 
 
 @dataclass(slots=True)
@@ -454,7 +462,7 @@ def build_frozen_servers(config: RLConfig, plan: RunPlan, pools: Pools) -> Itera
         for name, model in plan.models.items():
             if model.adapter:
                 continue
-            servers.keys[name] = secrets.token_urlsafe(32)
+            servers.keys[name], role = secrets.token_urlsafe(32), f"{ROLE}{name}"
             spec = ModelServerSpec(
                 model_path=model.path,
                 dtype=config.model.dtype,
@@ -463,8 +471,9 @@ def build_frozen_servers(config: RLConfig, plan: RunPlan, pools: Pools) -> Itera
                 seed=config.seed,
                 timeout_s=config.inner_timeout_s,
                 key=servers.keys[name],
+                num_sequences=_get_num_sequences(plan, role),
             )
-            layout, role = Layout(dp=model.servers.num_servers), f"{ROLE}{name}"
+            layout = Layout(dp=model.servers.num_servers)
             servers.groups[name] = stack.enter_context(
                 pools.group(role, ModelServer, (spec,), layout, name=role, wait=False)
             )

@@ -21,7 +21,14 @@ from mcore_rl.algorithms.losses import (
     value_clip,
 )
 from mcore_rl.algorithms.preference import PREFERENCE_LOSSES
-from mcore_rl.config.rules import OWN_POOL, get_loop, get_pool
+from mcore_rl.config.rules import (
+    OWN_POOL,
+    count_extra_groups,
+    get_loop,
+    get_pool,
+    get_staleness,
+    list_test_files,
+)
 from mcore_rl.config.rules_algorithm import TOP_TOKEN_LOSSES, build_teachers
 from mcore_rl.config.rules_rollout import ROLE, ServedModel, build_served_models
 from mcore_rl.config.rules_train import get_data_config
@@ -40,6 +47,8 @@ from mcore_rl.config.schema import (
 )
 from mcore_rl.data.images import get_images_folder
 from mcore_rl.engine.base import EngineSpec, LossFunction
+from mcore_rl.inference.kv_cache import CacheNeed, count_need
+from mcore_rl.models.base import HFConfig
 from mcore_rl.trainers.base import load_trainer
 from mcore_rl.trainers.device_sharing import ROLLOUT
 from mcore_rl.trainers.policy_loss import reads_squares
@@ -104,6 +113,24 @@ class Servers:
     pool: str
     model: ModelConfig
     settings: RolloutConfig
+    sequence_tokens: int  # of the longest sequence
+    num_sequences: int | None = None  # most of one server at once; None: as many as it takes
+
+    def count_cache_need(self, model: HFConfig, device_type: str) -> CacheNeed:
+        """Count what the KV cache of each worker has to hold.
+
+        Args:
+            model: config.json of the servers' model.
+            device_type: "cuda" or "cpu".
+        """
+        return count_need(
+            model,
+            self.settings,
+            self.model.dtype,
+            self.sequence_tokens,
+            self.num_sequences,
+            device_type,
+        )
 
     @property
     def num_workers(self) -> int:
@@ -193,9 +220,14 @@ def plan_run(config: RLConfig) -> RunPlan:
     return RunPlan(roles, servers, _build_pools(roles, servers), models, get_loop(config.trainer))
 
 
-def plan_evaluation(config: RLConfig) -> RunPlan:
-    """Return the plan of the servers of a run alone."""
-    servers = tuple(_list_servers(config, {}))
+def plan_evaluation(config: RLConfig, num_samples: int | None = None) -> RunPlan:
+    """Return the plan of the servers of a run alone.
+
+    Args:
+        num_samples: Responses of the largest set. None: not known yet.
+    """
+    share = None if num_samples is None else -(-num_samples // config.rollout.num_servers)
+    servers = tuple(replace(s, num_sequences=share) for s in _list_servers(config, {}))
     return RunPlan((), servers, _build_pools((), servers))
 
 
@@ -328,12 +360,38 @@ def _list_servers(config: RLConfig, models: Mapping[str, ServedModel]) -> Iterat
     adapters = ", ".join(f"{ROLE}{name}" for name, model in models.items() if model.adapter)
     task = f"generation, {adapters}" if adapters else "generation"
     pool = _name_pool(config, ROLLOUT)
-    yield Servers(ROLLOUT, task, pool, config.model, config.rollout)
+    contexts = [model.max_context for model in models.values() if model.adapter]
+    longest = max([config.max_sequence_tokens, *contexts])
+    # A trajectory has one with the policy, and one with each adapter that it talks to.
+    num = _count_sequences(config, config.rollout.num_servers) * (1 + len(contexts))
+    yield Servers(ROLLOUT, task, pool, config.model, config.rollout, longest, num)
     for name, model in models.items():
         if not model.adapter:
             role = f"{ROLE}{name}"
-            frozen = replace(config.model, path=model.path)
-            yield Servers(role, "frozen", role, frozen, model.servers)
+            frozen, servers = replace(config.model, path=model.path), model.servers
+            num = _count_sequences(config, servers.num_servers)
+            yield Servers(role, "frozen", role, frozen, servers, model.max_context, num)
+
+
+def _count_sequences(config: RLConfig, num_servers: int) -> int:
+    """Return the most trajectories of a server at once, in training and evaluation.
+
+    Whole groups go to a server. With trainer.eval_samples=0 held-out rows do not count:
+    `limit_evaluation` says how many there are, once they are read.
+    """
+    trainer, algorithm = config.trainer, config.algorithm
+    groups = max(trainer.prompts_per_step, algorithm.filter.prompts_per_round)
+    is_async = get_loop(trainer) == "fully_async"
+    if is_async:
+        asynchronous = trainer.asynchronous
+        groups *= 1 + get_staleness(trainer)
+        groups += count_extra_groups(asynchronous.oversampling, trainer.prompts_per_step)
+        groups = asynchronous.max_groups or groups
+    num_sampled = -(-groups // num_servers) * algorithm.group_size
+    if not (list_test_files(config.data) or config.task.name):
+        return num_sampled
+    num_held_out = -(-trainer.eval_samples // num_servers) * config.evaluation.num_samples
+    return num_sampled + num_held_out if is_async else max(num_sampled, num_held_out)
 
 
 def _name_pool(config: RLConfig, role: str) -> str:

@@ -20,11 +20,12 @@ from mcore_rl.jobs.evaluate import (
     print_majority_note,
 )
 from mcore_rl.jobs.output import inspect_run_dir
-from mcore_rl.jobs.placement import resolve_for_nodes
+from mcore_rl.jobs.placement import detect_device_type, resolve_for_nodes
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
     has_weights,
+    limit_evaluation,
     list_unset_data,
 )
 from mcore_rl.jobs.remote_paths import check_export, fetch_inputs
@@ -38,9 +39,9 @@ from mcore_rl.jobs.supervised_preflight import (
 from mcore_rl.models.base import HFConfig, get_family, read_config, use_family
 from mcore_rl.observability.console import get_stdout_console, show_line, show_waiting
 from mcore_rl.planner.cluster import compute_sync_traffic, fold_node_roles, list_node_roles
-from mcore_rl.planner.memory import Conditions
+from mcore_rl.planner.memory import Conditions, plan_cache
 from mcore_rl.planner.memory_check import check_memory, find_device
-from mcore_rl.planner.report import format_ranks, print_memory, print_sizes
+from mcore_rl.planner.report import describe_cache, format_ranks, print_memory, print_sizes
 from mcore_rl.planner.roles import RolePlan, fold_stages, plan_roles
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
@@ -85,6 +86,9 @@ def dry_run(
         check_critic(plan, checkpoint, config.algorithm.advantage)
         inputs = check_existing_inputs(prepared, plan)
         lines = _describe_inputs(config, prepared, inputs)
+        if inputs is not None:
+            prepared = limit_evaluation(prepared, inputs)
+            plan = plan_run(prepared)
         model = read_config(prepared.model.path)
         if gpus_per_node:
             _check_nodes(prepared, plan, gpus_per_node, num_nodes)
@@ -304,8 +308,11 @@ def dry_run_evaluation(config: EvalConfig, console: Console | None = None) -> No
     for name in inputs.sets:
         prompts = inputs.count_prompts(name)
         print_lines(console, f"data.sets.{name}: {prompts} prompts, {prompts * n} responses")
-    [servers] = plan_roles(inputs.plan, read_config(inputs.run.model.path))
-    print_role(servers, console)
+    model, device_type = read_config(inputs.run.model.path), detect_device_type()
+    [servers], [role] = inputs.plan.servers, plan_roles(inputs.plan, model, device_type)
+    print_role(role, console)
+    cache = plan_cache(servers, role, model, Conditions(device_type))
+    print_lines(console, *describe_cache(cache))
     print_lines(console, "", f"pass@k for k = {', '.join(map(str, config.ks))}")
     print_majority_note(inputs)
     note = "sizes are of one rank, without what libraries take; nothing was started"

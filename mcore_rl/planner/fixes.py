@@ -73,8 +73,10 @@ def list_changes(config: RLConfig, model: HFConfig) -> Changes:
         engines.append(
             _build_engine(key, settings, scored, config.max_sequence_tokens, is_trained=False)
         )
-    halved: Change = (("rollout.kv_cache_bytes", rollout.kv_cache_bytes // 2),)
-    servers = [("KV cache", halved, "fewer sequences at once")]
+    servers: list[tuple[str, Change, str]] = []
+    if rollout.kv_cache_bytes is not None:  # else it is as large as there is room for
+        halved: Change = (("rollout.kv_cache_bytes", rollout.kv_cache_bytes // 2),)
+        servers.append(("KV cache", halved, "fewer sequences at once"))
     doubled: Change = (("rollout.num_servers", 2 * rollout.num_servers),)
     if rollout.num_servers % 2 == 0:
         change: Change = (

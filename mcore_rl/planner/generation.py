@@ -18,8 +18,14 @@ from numpy.typing import NDArray
 from mcore_rl.config.checks import check_at_least, check_between
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.inference.registry import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
-from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
+from mcore_rl.inference.kv_cache import (
+    CPU_BYTES,
+    DEFAULT_MAX_SEQS,
+    GPU_SHARE,
+    count_token_bytes,
+)
+from mcore_rl.inference.registry import DEFAULT_BATCHED_TOKENS
+from mcore_rl.models.base import HFConfig
 from mcore_rl.planner.flops import LayerWork, Matrix, ModelWork
 from mcore_rl.planner.hardware import Hardware
 from mcore_rl.planner.roles import ITEMSIZES
@@ -141,7 +147,7 @@ class ServerModel:
         self.rate = hardware.get_flops("float8" if is_float8 else dtype)
         self.attention_rate = hardware.get_flops(dtype)
         self.tp, self.num_workers = rollout.tp, rollout.num_workers
-        self.kv_bytes = self.state_itemsize * count_kv_elements_per_token(config, rollout.tp)
+        self.kv_bytes = count_token_bytes(config, rollout, dtype)
         self.layers = Counter(work.layers)
         self._num_caching = sum(1 for layer in work.layers if layer.pair_flops)
 
@@ -151,10 +157,18 @@ class ServerModel:
         dense = self.work.parameters - expert
         return self.itemsize * (dense / self.tp + expert / self.num_workers)
 
+    def count_cache_room(self) -> float:
+        """Return the bytes that the KV cache of a worker may have where settings do not say."""
+        if self.hardware.device == "cpu":
+            return CPU_BYTES
+        free = GPU_SHARE * self.hardware.memory_bytes - self.hardware.reserved_bytes
+        return free - self.count_weight_bytes()
+
     def count_slots(self, sequence: float) -> int:
         """Return the responses that a server generates at once: its limit, or its cache's."""
-        most = self.rollout.max_num_seqs or DEFAULT_MAX_SEQS
-        cached = self.rollout.kv_cache_bytes / max(1, self.kv_bytes * sequence)
+        most = self.rollout.max_num_seqs or DEFAULT_MAX_SEQS[self.hardware.device]
+        cache = self.rollout.kv_cache_bytes or self.count_cache_room()
+        cached = cache / max(1, self.kv_bytes * sequence)
         return max(1, min(most, int(cached)) * self.rollout.dp)
 
     def predict_pass(self, sequences: float, tokens: float, context: float) -> tuple[float, float]:

@@ -65,6 +65,14 @@ class Hardware:
         return next(self.peak_flops[name] for name in wider if name in self.peak_flops)
 
     @property
+    def reserved_bytes(self) -> float:
+        """Memory of a process on a GPU beside tensors: an estimate.
+
+        CUDA context, NCCL buffers, workspaces of libraries and fragmentation.
+        """
+        return 6e9 if self.device == "cuda" else 0.0
+
+    @property
     def memory_rate(self) -> float:
         """Reachable bytes a second of the device's memory."""
         return self.memory_bandwidth * self.memory_share

@@ -31,7 +31,6 @@ from mcore_rl.config.schema import (
     RolloutConfig,
 )
 from mcore_rl.engine.base import load_backend
-from mcore_rl.inference.registry import DEFAULT_MAX_SEQS
 from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REFERENCE, Role, RunPlan, plan_run
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
 from mcore_rl.planner.activations import DEFAULT_CHUNK_BYTES
@@ -44,12 +43,9 @@ from mcore_rl.planner.step import StepTime, get_dtype, predict_step
 from mcore_rl.planner.training import FLOAT32, Load, TrainingModel
 from mcore_rl.trainers.device_sharing import ROLLOUT
 
-# CUDA context, NCCL buffers, workspaces of libraries and fragmentation of one process on a GPU.
-_RESERVED_BYTES = 6e9
 NUM_BEST, NUM_EXCEEDING = 10, 5
 _MOST_EXCESS = 1.3  # of the memory of a device: what "nearly fits" means
 _MOST_CHECKED = 40  # candidates whose memory is planned
-_SERVED_SHARE = 0.88  # of memory, for weights and cache of servers: the rest is graphs and buffers
 _SHARES = tuple(n / 8 for n in range(1, 8))  # of separate devices that train
 
 
@@ -196,7 +192,11 @@ def _check_candidates(
 
     Add trainers that are too large to `exceeding`.
     """
-    conditions = Conditions(hardware.device, gpus_per_node=hardware.devices_per_node)
+    conditions = Conditions(
+        hardware.device,
+        gpus_per_node=hardware.devices_per_node,
+        memory_bytes=hardware.memory_bytes,
+    )
     fitting: list[Candidate] = []
     too_large: list[EngineConfig] = []
     num_checked, refusal = 0, None
@@ -473,12 +473,8 @@ def estimate_training_bytes(planner: TrainingModel) -> dict[str, float]:
         "gradients": sum(planner.count_trained_parameters()) * FLOAT32,
         "optimizer": 0.0 if engine.optimizer.cpu_offload else state,
         "activations": elements * tokens / layout.tp * planner.itemsize + 2 * logits,
-        "reserved": _get_reserved_bytes(planner.hardware),
+        "reserved": planner.hardware.reserved_bytes,
     }
-
-
-def _get_reserved_bytes(hardware: Hardware) -> float:
-    return _RESERVED_BYTES if hardware.device == "cuda" else 0.0
 
 
 def _list_servers(
@@ -492,8 +488,7 @@ def _list_servers(
     """Yield servers that fit, the seconds in which they generate, and their bytes."""
     sizes = get_model_sizes(model)
     samples = config.trainer.prompts_per_step * config.algorithm.group_size
-    node, reserved = hardware.devices_per_node, _get_reserved_bytes(hardware)
-    longest = lengths.prompt + lengths.longest
+    node = hardware.devices_per_node
     for workers in _list_powers(min(num_devices, 8 * node)):
         if num_devices % workers:
             continue
@@ -504,21 +499,27 @@ def _list_servers(
             for ep in (True, False) if has_experts and workers > 1 else (False,):
                 if (dp > 1 and not ep) or (ep and sizes.num_experts < workers):
                     continue
-                rollout = replace(config.rollout, tp=tp, dp=dp, ep=ep)
-                rollout.num_servers = num_devices // workers
-                rollout.nodes_per_server = max(1, workers // node)
+                rollout = replace(
+                    config.rollout,
+                    num_servers=num_devices // workers,
+                    nodes_per_server=max(1, workers // node),
+                    tp=tp,
+                    dp=dp,
+                    ep=ep,
+                    kv_cache_bytes=None,
+                )
                 server = ServerModel(work, model, rollout, hardware, config.model.dtype)
-                weights = server.count_weight_bytes()
-                free = hardware.memory_bytes * _SERVED_SHARE - reserved - weights
-                if free < server.kv_bytes * longest:
+                [servers, *_] = plan_run(replace(config, rollout=rollout)).servers
+                need = servers.count_cache_need(model, hardware.device)
+                cache = need.choose_bytes(int(server.count_cache_room()))
+                if cache > server.count_cache_room():  # there is no room for one sequence
                     continue
                 share = max(1, round(samples / rollout.num_servers))
-                needed = server.kv_bytes * longest * min(share, DEFAULT_MAX_SEQS)
-                rollout.kv_cache_bytes = int(min(free, needed)) >> 20 << 20
                 seconds = server.predict(
                     lengths.draw(share).tolist(), lengths.prompt, config.algorithm.group_size
                 ).total_s
-                yield rollout, seconds, weights + rollout.kv_cache_bytes + reserved
+                taken = server.count_weight_bytes() + hardware.reserved_bytes
+                yield rollout, seconds, taken + cache
 
 
 def _replace_layouts(

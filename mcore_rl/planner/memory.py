@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mcore_rl.config.checks import check_at_least
 from mcore_rl.config.errors import ConfigError
@@ -16,10 +16,10 @@ from mcore_rl.config.rules import are_colocated
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig, RolloutConfig, TrainConfig
 from mcore_rl.controller.object_store import estimate_sample_bytes
 from mcore_rl.engine.base import load_backend
-from mcore_rl.jobs.run_plan import WARM_START, RunPlan, plan_run
+from mcore_rl.inference.kv_cache import GPU_SHARE, count_token_bytes
+from mcore_rl.jobs.run_plan import WARM_START, RunPlan, Servers, plan_run
 from mcore_rl.models.base import (
     HFConfig,
-    count_kv_elements_per_token,
     get_family,
     get_model_sizes,
     pad_vocab_size,
@@ -33,11 +33,13 @@ from mcore_rl.planner.roles import (
     ITEMSIZES,
     RolePlan,
     StagePlan,
+    count_cache_bytes,
     get_optimizer_itemsize,
     plan_roles,
     read_role_config,
 )
 from mcore_rl.planner.servers import count_graph_bytes, count_workspace_bytes
+from mcore_rl.trainers.device_sharing import ROLLOUT
 
 # Bytes of a process on a GPU beside torch's tensors. Sources: docs/planning.md.
 CONTEXT_BYTES = 600_000_000
@@ -60,6 +62,7 @@ class Conditions:
     concurrency: int = 0  # sequences of a server at once; 0: those of a step, or max_num_seqs
     length: int = 0  # their tokens; 0: the longest
     gpus_per_node: int = 8
+    memory_bytes: int = 0  # of a GPU, which bounds caches of a default size; 0: not known
 
     def __post_init__(self) -> None:
         if not 1.0 <= self.imbalance < math.inf:
@@ -84,14 +87,34 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class CachePlan:
+    """KV cache of one of the policy's servers, and the most that it has to hold."""
+
+    num_bytes: int  # of each worker; 0: not known, as of a server at a URL
+    num_tokens: int  # that all of its data-parallel ranks have room for
+    num_sequences: int
+    sequence_tokens: int
+    is_set: bool  # by the user
+
+    @property
+    def num_needed(self) -> int:
+        """Return the tokens of all sequences."""
+        return self.num_sequences * self.sequence_tokens
+
+    @property
+    def mean_tokens(self) -> int:
+        """Return the tokens that each sequence has room for where all run at once."""
+        return self.num_tokens // self.num_sequences
+
+
+@dataclass(frozen=True, slots=True)
 class MemoryPlan:
     """Memory of all ranks."""
 
     roles: tuple[RolePlan, ...]
     moments: tuple[Moment, ...]  # in their order; ranks of a role that are equal are together
     host: Mapping[str, int]  # bytes on the fullest node, by kind
-    cache_tokens: int  # that the KV cache of a server has room for
-    needed_cache_tokens: int  # at the concurrency and length of the conditions
+    cache: CachePlan | None  # None: of a job without servers
     uncounted: tuple[str, ...] = ()  # roles whose activations are not counted
 
     @property
@@ -136,25 +159,38 @@ def plan_memory(config: RLConfig, model: HFConfig, conditions: Conditions) -> Me
             model.dtype.
     """
     run = plan_run(config)
-    roles = plan_roles(run, model)
+    roles = plan_roles(run, model, conditions.device_type)
     planner = _Planner(config, run, model, conditions, roles)
-    moments = list(planner.list_moments())
-    rollout = config.rollout
-    per_token = count_kv_elements_per_token(model, rollout.tp) * ITEMSIZES[config.model.dtype]
-    [servers] = [role for role in roles if role.name == "rollout"]
-    cache_tokens = servers.stages[0].cache_bytes // per_token * rollout.dp if per_token else 0
-    samples = config.trainer.prompts_per_step * config.algorithm.group_size
-    limit = (rollout.max_num_seqs or samples) * rollout.dp
-    concurrency = conditions.concurrency or min(-(-samples // rollout.num_servers), limit)
-    length = conditions.length or config.max_sequence_tokens
-    host = planner.compute_host_bytes()
     return MemoryPlan(
-        tuple(roles),
-        tuple(moments),
-        host,
-        cache_tokens,
-        concurrency * length,
+        tuple(planner.roles.values()),
+        tuple(planner.list_moments()),
+        planner.compute_host_bytes(),
+        plan_cache(run.servers[0], planner.roles[ROLLOUT], model, conditions),
         planner.list_uncounted_roles(),
+    )
+
+
+def plan_cache(
+    servers: Servers, role: RolePlan, model: HFConfig, conditions: Conditions
+) -> CachePlan:
+    """Plan the KV cache of a server.
+
+    Args:
+        role: Its plan.
+        model: Its config.json.
+    """
+    need, dp = servers.count_cache_need(model, conditions.device_type), servers.settings.dp
+    size = role.stages[0].cache_bytes
+    token_bytes = count_token_bytes(model, servers.settings, servers.model.dtype)
+    concurrency = need.num_sequences * dp
+    if servers.num_sequences is not None:
+        concurrency = min(concurrency, servers.num_sequences)
+    return CachePlan(
+        size,
+        size // token_bytes * dp if token_bytes else 0,
+        conditions.concurrency or concurrency,
+        conditions.length or need.sequence_tokens,
+        servers.settings.kv_cache_bytes is not None,
     )
 
 
@@ -171,6 +207,8 @@ class _Planner:
         self.roles = {role.name: role for role in roles}
         self.is_gpu = conditions.device_type == "cuda"
         self._overheads = {name: self._compute_overhead(name) for name in self.roles}
+        if self.is_gpu and conditions.memory_bytes:
+            self.roles |= {servers.name: self._fit_cache(servers) for servers in run.servers}
 
     def list_moments(self) -> Iterator[Moment]:
         for role in self.roles.values():
@@ -260,6 +298,16 @@ class _Planner:
         return read_role_config(self.run, self.run[name], self.model)
 
     # Servers
+
+    def _fit_cache(self, servers: Servers) -> RolePlan:
+        """Return the plan of servers with a KV cache that fits, where its size is the default."""
+        role = self.roles[servers.name]
+        [stage] = role.stages
+        other = self._plan_generation(role).total - stage.cache_bytes
+        room = int(GPU_SHARE * self.conditions.memory_bytes) - other
+        model = self._get_servers(servers.name)[1]
+        size = count_cache_bytes(servers, model, self.conditions.device_type, room)
+        return replace(role, stages=(replace(stage, cache_bytes=size),))
 
     def _plan_generation(self, role: RolePlan) -> Moment:
         [stage] = role.stages

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -101,6 +101,8 @@ def check_memory(
     Args:
         model: config.json of the policy, or of the supervised model.
     """
+    if device is not None:
+        conditions = replace(conditions, memory_bytes=device.memory_bytes)
     plan = _plan_job(config, model, conditions)
     fixes: list[Fix] = []
     if device is not None and plan.worst.total > device.memory_bytes:

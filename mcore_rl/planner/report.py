@@ -10,8 +10,9 @@ from rich.console import Console
 
 from mcore_rl.observability.console import get_stdout_console, print_rows, show_line
 from mcore_rl.planner.fixes import Fix
-from mcore_rl.planner.memory import Conditions, MemoryLimit, MemoryPlan
+from mcore_rl.planner.memory import CachePlan, Conditions, MemoryLimit, MemoryPlan
 
+WASTEFUL = 4.0  # caches of a user's size from so many times the need are named
 # Columns of print_memory, and the kinds in each.
 COLUMNS = {
     "weights": ("weights",),
@@ -88,17 +89,36 @@ def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | No
         notes.append(
             f"experts: the fullest rank has {conditions.imbalance:g} times its share of tokens"
         )
-    if plan.cache_tokens:
-        notes.append(
-            f"KV cache of a server: {plan.cache_tokens:,} tokens; its sequences need "
-            f"{plan.needed_cache_tokens:,} at most, and wait for a place beyond that"
-        )
+    if plan.cache is not None:
+        notes += describe_cache(plan.cache)
     if plan.uncounted:
         notes.append(
             f"not counted: activations of {', '.join(plan.uncounted)}, no formulas of their engines"
         )
     for line in notes:
         show_line(line, console)
+
+
+def describe_cache(cache: CachePlan) -> list[str]:
+    """Return lines on the KV cache of a server: its size, what needs it, and whether it is waste.
+
+    None for one of a size that is not known.
+    """
+    if not cache.num_tokens:
+        return []
+    line = (
+        f"KV cache of a server: {cache.num_tokens:,} tokens, {cache.num_bytes:,} bytes a worker, "
+        f"for {cache.num_sequences:,} sequences of {cache.sequence_tokens:,} tokens"
+    )
+    if cache.num_tokens < cache.num_needed:
+        return [f"{line}, which wait for a place where they are longer than {cache.mean_tokens:,}"]
+    if cache.is_set and (times := cache.num_tokens / cache.num_needed) > WASTEFUL:
+        return [
+            line,
+            f"wasteful: rollout.kv_cache_bytes={cache.num_bytes} is {times:,.1f} times what these "
+            "sequences need; allowed, but null takes as much as they need",
+        ]
+    return [line]
 
 
 def _format_kinds(kinds: Mapping[str, int], digits: int) -> str:
@@ -125,8 +145,8 @@ def build_memory_json(
         "moments": moments,
         "worst": plan.moments.index(plan.worst),
         "host": dict(plan.host),
-        "cache_tokens": plan.cache_tokens,
-        "needed_cache_tokens": plan.needed_cache_tokens,
+        "cache_tokens": plan.cache.num_tokens if plan.cache else 0,
+        "needed_cache_tokens": plan.cache.num_needed if plan.cache else 0,
         "uncounted_activations": list(plan.uncounted),
     }
     if device is not None:

@@ -19,6 +19,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.checkpoint.peft import get_adapted_linear
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, RolloutConfig
 from mcore_rl.engine.base import load_backend
+from mcore_rl.inference.kv_cache import CPU_BYTES
 from mcore_rl.inference.registry import load_server_class
 from mcore_rl.jobs.run_plan import CRITIC, Role, RunPlan, Servers
 from mcore_rl.models.base import (
@@ -89,17 +90,18 @@ class _ElementCounts:
         self.expert += other.expert
 
 
-def plan_roles(plan: RunPlan, model: HFConfig) -> list[RolePlan]:
+def plan_roles(plan: RunPlan, model: HFConfig, device_type: str = "cuda") -> list[RolePlan]:
     """Return the roles in the order in which they run, servers last.
 
     Args:
         model: config.json of the policy, or of the supervised model.
+        device_type: "cuda" or "cpu", which decides the size of a server's KV cache by default.
     """
     roles = [_plan_engine(role, read_role_config(plan, role, model)) for role in plan.roles]
     for servers in plan.servers:
         policy = plan.servers[0].model.path
         served = model if servers.model.path == policy else read_config(servers.model.path)
-        roles.append(_plan_servers(servers, served))
+        roles.append(_plan_servers(servers, served, device_type))
     return roles
 
 
@@ -266,7 +268,20 @@ def _format_servers(servers: RolloutConfig) -> str:
     return f"{servers.num_servers} {name} server{'s' * (servers.num_servers > 1)}"
 
 
-def _plan_servers(servers: Servers, model: HFConfig) -> RolePlan:
+def count_cache_bytes(
+    servers: Servers, model: HFConfig, device_type: str, room: int | None = None
+) -> int:
+    """Return the bytes of the KV cache of a worker; 0 if it is not known, as of a server at a URL.
+
+    Args:
+        room: What a GPU has left for a cache of the default size. None: any.
+    """
+    need = servers.count_cache_need(model, device_type)
+    settings = need.fill_settings(servers.settings, CPU_BYTES if device_type == "cpu" else room)
+    return load_server_class(settings).get_kv_cache_bytes(settings) or 0
+
+
+def _plan_servers(servers: Servers, model: HFConfig, device_type: str) -> RolePlan:
     """Plan servers, which are all equal: one stage."""
     rollout, sizes = servers.settings, get_model_sizes(model)
     layout = build_generation_layout(rollout, 1)
@@ -289,7 +304,7 @@ def _plan_servers(servers: Servers, model: HFConfig) -> RolePlan:
         weight_bytes=_compute_weight_bytes(largest, ITEMSIZES[servers.model.dtype]),
         gradient_bytes=0,
         optimizer_bytes=0,
-        cache_bytes=server_class.get_kv_cache_bytes(rollout),
+        cache_bytes=count_cache_bytes(servers, model, device_type),
     )
     server = GenerationLayout(tp=rollout.tp, dp=rollout.dp)
     task = f"{servers.task}: {_format_servers(rollout)}"

@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from mcore_rl.config.schema import RolloutConfig
-from mcore_rl.inference.registry import DEFAULT_BATCHED_TOKENS, DEFAULT_MAX_SEQS
+from mcore_rl.inference.kv_cache import DEFAULT_MAX_SEQS
+from mcore_rl.inference.registry import DEFAULT_BATCHED_TOKENS
 from mcore_rl.models.base import HFConfig, get_family, get_model_sizes
 
 GRAPH_BYTES = 400_000  # of a layer in a CUDA graph of one batch size
@@ -30,7 +31,7 @@ def list_graph_sizes(settings: RolloutConfig) -> list[int]:
         or str(compilation.get("cudagraph_mode", "")).upper() == "NONE"
     ):
         return []
-    max_seqs = settings.max_num_seqs or DEFAULT_MAX_SEQS
+    max_seqs = settings.max_num_seqs or DEFAULT_MAX_SEQS["cuda"]
     max_tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
     if sizes := compilation.get("cudagraph_capture_sizes"):
         return sorted(size for size in set(sizes) if size <= max_tokens)
@@ -73,7 +74,7 @@ def count_workspace_bytes(
     """
     fields = get_family(model).config_map(model)
     tokens = settings.max_num_batched_tokens or DEFAULT_BATCHED_TOKENS
-    sequences = settings.max_num_seqs or DEFAULT_MAX_SEQS
+    sequences = settings.max_num_seqs or DEFAULT_MAX_SEQS["cuda"]
     columns = 3 * fields["ffn_hidden_size"] / settings.tp
     if fields.get("num_moe_experts"):
         chosen, ffn = fields["moe_router_topk"], fields["moe_ffn_hidden_size"]

@@ -60,7 +60,7 @@ def plan_supervised_memory(
     is_counted = counts_activations(config.engine, model)
     uncounted = () if is_counted else tuple(role.name for role in roles)
     host = _compute_host_bytes(config, run, roles, conditions.gpus_per_node)
-    return MemoryPlan(tuple(roles), tuple(moments), host, 0, 0, uncounted)
+    return MemoryPlan(tuple(roles), tuple(moments), host, None, uncounted)
 
 
 def _plan_role(

@@ -221,6 +221,7 @@ class RolloutSpec:
     experts: ExpertLayers | None = None  # layers whose routed experts are recorded
     images_folder: str = ""  # of the run's ImageStore; "": no images
     max_image_pixels: int = 0
+    num_sequences: int | None = None  # as of ServerSpec
 
 
 class RolloutWorker:
@@ -253,6 +254,7 @@ class RolloutWorker:
                 adapter_rank=spec.adapter_rank,
                 adapters=self._adapters,
                 node_rank=rank,
+                num_sequences=spec.num_sequences,
             )
         )
         is_agent = spec.agent.loop != "single_turn"
@@ -586,6 +588,7 @@ class ModelServerSpec:
     seed: int
     timeout_s: float  # of each call on the server
     key: str = field(repr=False)  # API key of requests
+    num_sequences: int | None = None  # as of ServerSpec
 
 
 class ModelServer:
@@ -601,6 +604,7 @@ class ModelServer:
                 spec.servers,
                 spec.seed,
                 timeout_s=spec.timeout_s,
+                num_sequences=spec.num_sequences,
             )
         )
         self._http: HttpServer | None = None

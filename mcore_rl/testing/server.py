@@ -94,7 +94,7 @@ def check_server(
         with tempfile.TemporaryDirectory() as folder:
             checks = ServerChecks(
                 create, str(model_path), Path(folder), dtype, tolerance,
-                settings or RolloutConfig(max_num_seqs=64, kv_cache_bytes=64 << 20), max_tokens,
+                settings or RolloutConfig(max_num_seqs=64), max_tokens,
             )  # fmt: skip
             async with asyncio.timeout(timeout_s), checks.open():
                 for name in names:

@@ -118,7 +118,8 @@ def build_test_sets(tests: Mapping[str, PromptDataset], num_prompts: int) -> dic
     """Return the prompts of each set, all or the first; no two share a group id."""
     sets, num_before = {}, 0
     for name, dataset in tests.items():
-        sets[name] = build_held_out_batch(dataset, num_prompts or len(dataset), num_before)
+        num = min(num_prompts or len(dataset), len(dataset))
+        sets[name] = build_held_out_batch(dataset, num, num_before)
         num_before += len(sets[name])
     return sets
 

@@ -29,13 +29,12 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-import torch
-
 from mcore_rl.checkpoint.hf import CheckpointReader
 from mcore_rl.config.checks import read_secret
 from mcore_rl.config.errors import ConfigError, StateError
 from mcore_rl.config.schema import RolloutConfig
 from mcore_rl.data.tokenizer import has_tokenizer, read_stop_ids, read_tokenizer
+from mcore_rl.inference.kv_cache import count_token_bytes
 from mcore_rl.inference.lifecycle import Call, State
 from mcore_rl.inference.protocol import (
     Completion,
@@ -47,7 +46,7 @@ from mcore_rl.inference.protocol import (
 )
 from mcore_rl.inference.sglang.client import SGLangClient, SGLangConnectionError, SGLangError
 from mcore_rl.inference.sglang.process import SGLangProcess
-from mcore_rl.models.base import count_kv_elements_per_token, get_field
+from mcore_rl.models.base import get_field
 from mcore_rl.models.rope import count_positions
 from mcore_rl.weight_sync.receiver import check_same_shapes
 
@@ -154,7 +153,7 @@ class SGLangServer(GenerationServer):
             )
 
     @classmethod
-    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
+    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int | None:
         return 0 if settings.sglang.url else settings.kv_cache_bytes  # there it is the user's
 
     @property
@@ -199,8 +198,7 @@ class SGLangServer(GenerationServer):
     def _build_arguments(self, reads_weights: bool) -> dict[str, Any]:
         """Return the arguments of `sglang.launch_server`."""
         spec, settings = self.spec, self.spec.settings
-        itemsize = getattr(torch, spec.dtype).itemsize
-        token_bytes = count_kv_elements_per_token(self._config, settings.tp) * itemsize
+        token_bytes = count_token_bytes(self._config, settings, spec.dtype)
         positions = count_positions(self._config) or 0
         context = spec.max_model_tokens + _SPARE_TOKENS
         arguments: dict[str, Any] = {
@@ -208,7 +206,7 @@ class SGLangServer(GenerationServer):
             "dtype": spec.dtype,
             "context_length": min(context, positions) if positions else context,
             "random_seed": spec.seed % 2**31,
-            "max_total_tokens": settings.kv_cache_bytes // token_bytes,
+            "max_total_tokens": self.compute_kv_cache_bytes() // token_bytes,
             "tp_size": settings.tp,
             "enable_deterministic_inference": True,
             "sampling_mask_max_tokens": self._vocab_size,

@@ -147,12 +147,8 @@ class VLLMServer(GenerationServer):
         if count > 1:
             assert spec.timeout_s is not None  # of a run
             nodes = ServerNodes(count, spec.node_rank, count, spec.timeout_s)
-        return cls(
-            spec.model_path,
-            spec.dtype,
-            spec.max_model_tokens,
-            spec.settings,
-            spec.seed,
+        server = cls(
+            spec.model_path, spec.dtype, spec.max_model_tokens, spec.settings, spec.seed,
             timeout_s=spec.timeout_s,
             can_sleep=spec.can_sleep,
             nodes=nodes,
@@ -160,7 +156,9 @@ class VLLMServer(GenerationServer):
             adapter_rank=spec.adapter_rank,
             adapters=spec.adapters,
             images_folder=spec.images_folder,
-        )
+        )  # fmt: skip
+        server.spec = spec
+        return server
 
     @classmethod
     def check_device(cls, settings: RolloutConfig, key: str, device: str) -> None:
@@ -179,7 +177,7 @@ class VLLMServer(GenerationServer):
         check_model(settings, key, hf_config, device, records_experts=records_experts)
 
     @classmethod
-    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int:
+    def get_kv_cache_bytes(cls, settings: RolloutConfig) -> int | None:
         return settings.kv_cache_bytes
 
     @property
@@ -270,7 +268,7 @@ class VLLMServer(GenerationServer):
             dtype=self._dtype,
             seed=self._seed,
             max_model_len=max_tokens,
-            kv_cache_memory_bytes=self._config.kv_cache_bytes,
+            kv_cache_memory_bytes=self.compute_kv_cache_bytes(),
             tensor_parallel_size=self._config.tp,
             data_parallel_size=self._config.dp,
             # Workers are processes of this server; inside an actor vLLM would make them Ray's.

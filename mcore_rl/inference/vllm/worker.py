@@ -35,9 +35,10 @@ from vllm.utils.cpu_resource_utils import parse_id_list
 
 from mcore_rl.config.errors import ConfigError, PeerError
 from mcore_rl.config.schema import RolloutConfig
+from mcore_rl.inference.kv_cache import DEFAULT_MAX_SEQS
 from mcore_rl.inference.vllm.adapters import register_manager
 from mcore_rl.inference.vllm.drafts import join_models
-from mcore_rl.inference.vllm.patches.caches import patch_caches
+from mcore_rl.inference.vllm.patches.caches import FITS_CACHE, fit_caches, patch_caches
 from mcore_rl.inference.vllm.patches.processes import (
     bind_stores,
     end_calls_of_dead_engines,
@@ -161,6 +162,8 @@ def build_device_arguments(
         "max_num_batched_tokens": config.max_num_batched_tokens,
     }
     if not current_platform.is_cpu():
+        if config.kv_cache_bytes is None:
+            os.environ[FITS_CACHE] = "1"
         # A server uses rollout.kv_cache_bytes and the model's size. vLLM only checks that this
         # share of the GPU is free (v1/worker/utils.py:716), which it is not on a shared GPU.
         # Experts by Triton, vLLM's default on Hopper. On Blackwell the default is FlashInfer's
@@ -197,7 +200,7 @@ def build_device_arguments(
         # A seeded request with a chunked prompt rewinds its generator, which a CPU generator
         # refuses: the engine dies (v1/worker/gpu_model_runner.py:3502).
         "enable_chunked_prefill": False,
-        "max_num_seqs": config.max_num_seqs or 256,
+        "max_num_seqs": config.max_num_seqs or DEFAULT_MAX_SEQS["cpu"],
         "max_num_batched_tokens": config.max_num_batched_tokens or max(8192, max_model_tokens),
     }
 
@@ -448,6 +451,8 @@ def register() -> None:
     WeightTransferEngineFactory.register_engine(BACKEND, module, "ShardTransferEngine")
     patch_sleep()
     patch_caches()
+    if os.environ.get(FITS_CACHE):
+        fit_caches()
     register_loaders()
     register_manager()
     if current_platform.is_cpu():

@@ -22,7 +22,6 @@ from mcore_rl.data.batch import Batch, Jagged
 from mcore_rl.engine.base import BaseEngine, EngineSpec, create_engine
 from mcore_rl.inference.protocol import TokenScores
 from mcore_rl.inference.vllm.server import VLLMServer
-from mcore_rl.models.base import HFConfig, count_kv_elements_per_token
 from mcore_rl.models.transformers_model import load_transformers_config
 from mcore_rl.parallel.devices import detect_device
 from mcore_rl.parallel.mesh import Coordinate, Mesh
@@ -30,8 +29,6 @@ from mcore_rl.parallel.mesh import Coordinate, Mesh
 T = TypeVar("T")
 
 _SEED = 0
-_LEAST_CACHE_BYTES = 64 << 20
-_BLOCK_TOKENS = 128  # on a CPU (vllm/platforms/cpu.py:293)
 _LOG_SOFTMAX_TOKENS = 512  # per log-softmax over the vocabulary, in float32
 _TRACED = re.compile(
     r"model\.(embed_tokens|norm|layers\.\d+\.(input_layernorm|self_attn|post_attention_layernorm|mlp))"
@@ -225,7 +222,6 @@ class VLLMSpec:
     dtype: str
     max_model_tokens: int  # longest sequence, plus the token that vLLM generates after a prefill
     tp: int
-    kv_cache_bytes: int
     timeout_s: float | None = None  # timeout of waits inside vLLM
 
 
@@ -269,16 +265,10 @@ def trace_with_vllm(spec: VLLMSpec, sequences: list[list[int]]) -> list[dict[str
     return asyncio.run(_run_with_server(spec, trace, eager=True))
 
 
-def compute_kv_cache_bytes(config: HFConfig, num_tokens: int) -> int:
-    """Return an upper bound on the KV cache of four sequences, at four bytes an element."""
-    num_tokens += _BLOCK_TOKENS  # vLLM rounds up to whole blocks
-    return max(_LEAST_CACHE_BYTES, 4 * num_tokens * 4 * count_kv_elements_per_token(config))
-
-
 async def _run_with_server(
     spec: VLLMSpec, work: Callable[[VLLMServer], Awaitable[T]], *, eager: bool = False
 ) -> T:
-    config = RolloutConfig(tp=spec.tp, max_num_seqs=4, kv_cache_bytes=spec.kv_cache_bytes)
+    config = RolloutConfig(tp=spec.tp, max_num_seqs=4)
     path, dtype, longest = spec.model_path, spec.dtype, spec.max_model_tokens
     server = VLLMServer(path, dtype, longest, config, _SEED, timeout_s=spec.timeout_s, eager=eager)
     try:

@@ -32,7 +32,7 @@ from mcore_rl.config.rules_engine import validate_layout, validate_model_layout
 from mcore_rl.config.schema import EngineConfig, Layout, LoRAConfig, ModelConfig
 from mcore_rl.data.tokenizer import read_tokenizer
 from mcore_rl.engine.base import EngineSpec
-from mcore_rl.jobs.parity.engines import VLLMSpec, compute_kv_cache_bytes
+from mcore_rl.jobs.parity.engines import VLLMSpec
 from mcore_rl.jobs.remote_paths import fetch_model
 from mcore_rl.models.base import (
     HFConfig,
@@ -132,10 +132,9 @@ def build_plan(settings: ParitySettings) -> ParityPlan:
     server = None
     if uses_vllm:
         longest = max(map(len, prompts)) + CONTINUATION + 1
-        cache = compute_kv_cache_bytes(configs[-1], longest)
         path = settings.reference or settings.model
         timeout_s = settings.inner_timeout_s
-        server = VLLMSpec(path, settings.dtype, longest, settings.vllm_tp, cache, timeout_s)
+        server = VLLMSpec(path, settings.dtype, longest, settings.vllm_tp, timeout_s)
     engine = _build_engine_spec(settings, model)
     return ParityPlan(settings, prompts, engine, server, sizes.num_layers)
 

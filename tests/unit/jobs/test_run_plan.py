@@ -149,6 +149,26 @@ def test_sft_and_rm_train_one_model():
         assert plan["model"].build_worker_arguments()[1:] == (loss, kind)
 
 
+def test_servers_have_the_sequences_that_a_run_sends_to_one_at_once():
+    config = build_config()
+    config.algorithm.group_size, config.trainer.prompts_per_step = 4, 7
+    policy, judge = plan_run(config).servers
+    # Whole groups: 4 of 7 go to one of two servers, 3 to one of three.
+    assert (policy.num_sequences, policy.sequence_tokens) == (4 * 4, 2048)
+    assert (judge.num_sequences, judge.sequence_tokens) == (3 * 4, 2048)
+    config.evaluation.num_samples, config.evaluation.max_response_tokens = 2, 3000
+    config.data.test_file, config.trainer.eval_samples = "test.jsonl", 21
+    policy = plan_run(config).servers[0]
+    assert (policy.num_sequences, policy.sequence_tokens) == (11 * 2, 1024 + 3000)
+    config.trainer.mode, config.trainer.asynchronous.oversampling = "fully_async", 0.2
+    # Steps of versions 0 to 2, and 2 groups more: 12 of 23; the evaluation runs beside them.
+    assert plan_run(config).servers[0].num_sequences == 12 * 4 + 11 * 2
+    config.trainer.asynchronous.max_groups = 5
+    assert plan_run(config).servers[0].num_sequences == 3 * 4 + 11 * 2
+    assert plan_evaluation(config).servers[0].num_sequences is None
+    assert plan_evaluation(config, 9).servers[0].num_sequences == 5
+
+
 def test_an_evaluation_starts_servers_alone():
     config = build_config()
     config.placement.rollout = "own"

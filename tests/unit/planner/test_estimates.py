@@ -11,8 +11,8 @@ from rich.console import Console
 from mcore_rl.config.schema import Layout
 from mcore_rl.planner.flops import ModelWork
 from mcore_rl.planner.layout import estimate_training_bytes, search_layouts
-from mcore_rl.planner.memory import Conditions, MemoryPlan, Moment
-from mcore_rl.planner.report import print_memory
+from mcore_rl.planner.memory import CachePlan, Conditions, MemoryPlan, Moment
+from mcore_rl.planner.report import describe_cache, print_memory
 from tests.unit.planner import test_step, test_training
 
 HIDDEN, FFN = test_training.HIDDEN, test_training.FFN
@@ -86,8 +86,9 @@ def test_a_table_has_the_kinds_of_its_columns_together() -> None:
     kinds |= {"MoE dispatch": 6, "KV cache": 7, "buffers": 8, "NCCL": 9}
     sizes = {kind: size * 100_000_000 for kind, size in kinds.items()}
     moment = Moment("actor: update", "actor", (0, 1, 3), sizes)
+    cache = CachePlan(800_000, 1234, 2, 1000, is_set=True)
     plan = MemoryPlan(
-        (), (moment,), {"object store": 2_500_000_000, "offloaded weights": 500_000_000}, 1234, 5678
+        (), (moment,), {"object store": 2_500_000_000, "offloaded weights": 500_000_000}, cache
     )
     console = Console(file=io.StringIO(), width=200)
     print_memory(plan, Conditions(), console)
@@ -96,7 +97,16 @@ def test_a_table_has_the_kinds_of_its_columns_together() -> None:
     columns = "actor: update * 0-1, 3 0.100 0.200 0.300 0.900 0.600 0.700 1.700 4.500"
     assert row.split() == columns.split()
     assert "host of a node: 3.000 GB (2.500 object store, 0.500 offloaded weights)" in text
-    assert "1,234 tokens; its sequences need 5,678" in text
+    line = "KV cache of a server: 1,234 tokens, 800,000 bytes a worker, for 2 sequences of 1,000 "
+    assert f"{line}tokens, which wait for a place where they are longer than 617\n" in text
+    assert describe_cache(replace(cache, num_tokens=8000)) == [
+        f"{line}tokens".replace("1,234", "8,000")
+    ]
+    assert describe_cache(replace(cache, num_tokens=9000))[1] == (
+        "wasteful: rollout.kv_cache_bytes=800000 is 4.5 times what these sequences need; allowed, "
+        "but null takes as much as they need"
+    )
+    assert len(describe_cache(replace(cache, num_tokens=9000, is_set=False))) == 1
     larger = replace(plan, moments=(replace(moment, kinds={"weights": 10_060_000_000}),))
     print_memory(larger, Conditions(), console)
     assert "10.1" in console.file.getvalue()  # one digit is enough above ten

@@ -70,7 +70,7 @@ def build_config(layout: Layout, **engine: object) -> RLConfig:
         model=ModelConfig(dtype="bfloat16"),
         data=DataConfig(max_prompt_tokens=1000),
         actor=EngineConfig(layout=layout, max_tokens_per_micro_batch=4096, **engine),  # type: ignore[arg-type]
-        rollout=RolloutConfig(max_response_tokens=3000),
+        rollout=RolloutConfig(max_response_tokens=3000, kv_cache_bytes=4 << 30),
     )
     return replace(config, placement=resolve_placement(config))
 
@@ -308,6 +308,20 @@ def test_a_cheap_change_is_tried_again_when_another_moment_is_the_fullest():
     assert fix.fits and "actor.optimizer.distributed=true" in fix.overrides
     assert f"rollout.kv_cache_bytes={40 << 30}" in fix.overrides
     assert "communication" not in fix.cost
+
+
+def test_a_cache_of_the_default_size_fills_a_gpu_to_nine_tenths():
+    """Qwen3-8B on a GPU of 80 GB, for 512 sequences of 4,000 tokens."""
+    model, config = read_model("Qwen3-8B"), build_config(Layout(tp=2))
+    config.rollout.kv_cache_bytes = None
+    need = (512 * 4000 + 32) * 36 * 2 * 8 * 128 * 2
+    moments = get_moments(plan_memory(config, model, Conditions(memory_bytes=80_000_000_000)))
+    assert moments["rollout: generate"].total == pytest.approx(72e9, abs=10)
+    for memory_bytes in (0, 500_000_000_000):  # not known, and more than is needed
+        plan = plan_memory(config, model, Conditions(memory_bytes=memory_bytes))
+        assert get_moments(plan)["rollout: generate"].kinds["KV cache"] == need
+    [server] = [role for role in plan_memory(config, model, CPU).roles if role.has_servers]
+    assert server.stages[0].cache_bytes == 4 << 30
 
 
 def test_changes_together_take_no_more_gpus_than_they_say():

@@ -62,7 +62,7 @@ def test_a_worker_has_its_share_of_matrices_whatever_the_replicas():
     assert stage.parameters == 36 * ((ATTENTION + MLP) // 2 + NORMS) + VOCABULARY + 4096
     assert stage.weight_bytes == 2 * stage.parameters
     # A token has keys and values of 4 heads in 36 layers; both replicas of a server have a cache.
-    assert planned.cache_tokens == 2 * (config.rollout.kv_cache_bytes // (36 * 2 * 4 * 128 * 2))
+    assert planned.cache.num_tokens == 2 * (config.rollout.kv_cache_bytes // (36 * 2 * 4 * 128 * 2))
 
 
 def test_adam_on_the_host_counts_the_ranks_of_a_node():

@@ -335,6 +335,26 @@ def test_search_without_a_layout_that_fits_says_what_is_missing() -> None:
         search("DeepSeek-V3", 8)
 
 
+def test_each_rank_of_servers_has_a_cache_for_its_sequences_alone() -> None:
+    model = read_model({"model": "Qwen3-30B-A3B"})  # 48 layers with 4 key heads of 128
+    best = search("Qwen3-30B-A3B", 32).best
+    assert any(candidate.rollout.dp > 1 for candidate in best)
+    for candidate in best:
+        rollout, config = candidate.rollout, candidate.config
+        groups = -(-config.trainer.prompts_per_step // rollout.num_servers)
+        sequences = min(-(-groups * config.algorithm.group_size // rollout.dp), 1024)
+        blocks = sequences * -(-config.max_sequence_tokens // 32) + 1
+        cache = blocks * 32 * 48 * 2 * max(1, 4 // rollout.tp) * 128 * 2
+        plan = plan_memory(config, model, Conditions(memory_bytes=H100.memory_bytes))
+        [role] = [role for role in plan.roles if role.has_servers]
+        assert role.stages[0].cache_bytes <= cache
+        generate = next(moment for moment in plan.moments if moment.name == "rollout: generate")
+        if role.stages[0].cache_bytes < cache:
+            assert generate.total == pytest.approx(0.9 * H100.memory_bytes, abs=10)
+        assert candidate.serving_bytes <= max(0.9 * H100.memory_bytes, generate.total)
+        assert "rollout.kv_cache_bytes=null" in candidate.overrides
+
+
 def test_a_longer_pipeline_is_chosen_for_less_memory() -> None:
     roomy = search("Qwen3-8B", 16).best[0]
     config = build_config("Qwen3-8B", "sync", "shared")

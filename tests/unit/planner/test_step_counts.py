@@ -122,10 +122,10 @@ def test_each_replica_of_a_server_has_a_cache_and_its_sequences() -> None:
     config = build_config(Layout(dp=8), num_samples=66)
     config.rollout = replace(config.rollout, dp=2, num_servers=4, kv_cache_bytes=4 << 30)
     plan = plan_memory(config, MODEL, Conditions("cpu"))
-    assert plan.cache_tokens == 2 * ((4 << 30) // (LAYERS * 2 * 8 * 128 * 2))
-    assert plan.needed_cache_tokens == 17 * 4000  # the fullest of four servers
+    assert plan.cache.num_tokens == 2 * ((4 << 30) // (LAYERS * 2 * 8 * 128 * 2))
+    assert plan.cache.num_needed == 17 * 4000  # the fullest of four servers
     config.rollout.max_num_seqs = 3  # of each replica
-    assert plan_memory(config, MODEL, Conditions("cpu")).needed_cache_tokens == 2 * 3 * 4000
+    assert plan_memory(config, MODEL, Conditions("cpu")).cache.num_needed == 2 * 3 * 4000
 
 
 def test_a_trainer_on_its_own_pool_syncs_from_its_fullest_stage() -> None:

@@ -14,6 +14,7 @@ cpu.hide_llvmlite: workers of Kimi K2.5 do not start. Reads the attributes of Tr
 cpu.record_experts: router replay gets no experts. Calls its connector on CPUs.
 caches.patch_caches: preempted requests with images end the engine, which also keeps prefixes of old
     weights beside paused requests. Keeps pixels, and resets prefixes then.
+caches.fit_caches: a size is taken though the GPU has less. Bounds that of a default.
 sleep.patch_sleep: CPUs do not sleep, and a NaN in old memory survives a wake. Sleeps on CPUs, and
     zeroes the cache.
 processes.end_calls_of_dead_engines: calls wait for ever. Fails them with the engine.

@@ -1,19 +1,24 @@
-"""Patches of vLLM's caches, so that none outlives the weights that filled it.
+"""Patches of vLLM's caches: none outlives the weights that filled it, or exceeds its GPU.
 
-They run in the engine's process. Upstream lines are those of vLLM 0.32.
+Those of prefixes and pixels run in the engine's process. Upstream lines are those of vLLM 0.32.
 """
 
 from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from vllm.multimodal.inputs import MultiModalFeatureSpec
 from vllm.v1.core.sched import output
 from vllm.v1.engine.core import EngineCore
 
+from mcore_rl.inference.kv_cache import GPU_SHARE
+
 FORGET_PREFIXES = "forget_prefixes"  # method of the engine
+FITS_CACHE = "MCORE_RL_FITS_CACHE"  # variable of processes whose cache has its default size
 
 
 @functools.cache
@@ -56,3 +61,27 @@ def _forget_prefixes(engine: Any) -> None:
         request.cache_salt = request.request_id
         request.block_hashes.clear()
         request.update_block_hashes()
+
+
+@functools.cache
+def fit_caches() -> None:
+    """Bound the size of the KV cache on a GPU by what is free beside weights and work."""
+    from vllm.v1.worker.gpu_worker import Worker
+
+    Worker.determine_available_memory = bound_cache(Worker.determine_available_memory)
+
+
+def bound_cache(choose_bytes: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Extend a worker's `determine_available_memory`, which takes the size that it is given.
+
+    It comes after a pass of the largest batch (v1/worker/gpu_worker.py:653), whose memory torch
+    still has. CUDA graphs come after it, from the margin.
+    """
+
+    @functools.wraps(choose_bytes)
+    def determine_available_memory(worker: Any) -> int:
+        size = choose_bytes(worker)
+        free, total = torch.cuda.mem_get_info()
+        return min(size, max(0, free - total + int(GPU_SHARE * total)))
+
+    return determine_available_memory
