@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -44,7 +45,8 @@ _SETTINGS = "settings of the run, as of mcore-rl rl: recipe=NAME model.path=DIR 
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help=_SETTINGS)
+    about = f"a published model or a folder instead of model.path=; {_SETTINGS}"
+    parser.add_argument("settings", nargs="*", metavar="[MODEL] KEY=VALUE", help=about)
 
 
 def add_job_options(parser: argparse.ArgumentParser) -> None:
@@ -175,13 +177,17 @@ def _measure_run(options: argparse.Namespace) -> str:
 
 
 def compose_job(options: argparse.Namespace) -> RLConfig | TrainConfig:
-    """Compose the settings of a command line with `--job`."""
+    """Compose the settings of a command line with `--job`, of which the first may be a model."""
     check_choice("--job", options.job, tuple(JOB_SCHEMAS))
     if not options.settings:
         raise ConfigError("no settings; allowed: recipe=NAME model.path=DIR KEY=VALUE ...")
     from mcore_rl.cli.compose import compose_config  # imports Hydra
+    from mcore_rl.jobs.remote_paths import find_published
 
-    config: RLConfig | TrainConfig = compose_config(JOB_SCHEMAS[options.job], options.settings)
+    name, *settings = options.settings
+    if "=" not in name and (os.path.isdir(name) or find_published(name)):
+        name = f"model.path={name}"
+    config: RLConfig | TrainConfig = compose_config(JOB_SCHEMAS[options.job], [name, *settings])
     return config
 
 

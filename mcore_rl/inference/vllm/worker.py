@@ -162,6 +162,7 @@ def build_device_arguments(
         "max_num_batched_tokens": config.max_num_batched_tokens,
     }
     if not current_platform.is_cpu():
+        os.environ.pop(FITS_CACHE, None)
         if config.kv_cache_bytes is None:
             os.environ[FITS_CACHE] = "1"
         # A server uses rollout.kv_cache_bytes and the model's size. vLLM only checks that this
