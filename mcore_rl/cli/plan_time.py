@@ -209,16 +209,16 @@ def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) 
         raise ConfigError("--response-tokens with --lengths, which has lengths; allowed: one")
     prompt, mean = options.prompt_tokens, options.response_tokens
     if isinstance(config, RLConfig):
-        longest = config.rollout.max_response_tokens
-        prompt = config.data.max_prompt_tokens / 2 if prompt is None else prompt
+        longest = config.rollout.response_limit
+        prompt = config.data.prompt_limit / 2 if prompt is None else prompt
         mean = longest / 2 if mean is None else mean
-        if prompt > config.data.max_prompt_tokens:
+        if prompt > config.data.prompt_limit:
             raise ConfigError(
                 f"--prompt-tokens={prompt:g}: data.max_prompt_tokens="
-                f"{config.data.max_prompt_tokens}; allowed: up to that"
+                f"{config.data.prompt_limit}; allowed: up to that"
             )
     else:
-        most = get_data_config(config).max_tokens
+        most = get_data_config(config).token_limit
         prompt = max(1, most / 4) if prompt is None else prompt
         mean = max(1, most / 4) if mean is None else mean
         longest = int(most - prompt)

@@ -377,7 +377,7 @@ def _count_sequences(config: RLConfig, num_servers: int) -> int:
     """Return the most trajectories of a server at once, in training and evaluation.
 
     Whole groups go to a server. With trainer.eval_samples=0 held-out rows do not count:
-    `limit_evaluation` says how many there are, once they are read.
+    `limit_evaluation` sets how many there are, once they are read.
     """
     trainer, algorithm = config.trainer, config.algorithm
     groups = max(trainer.prompts_per_step, algorithm.filter.prompts_per_round)

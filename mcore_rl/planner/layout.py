@@ -242,7 +242,7 @@ def search_trainers(
     Returns:
         The fastest that fit and some small ones, those that nearly fit, and how many there were.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.data.prompt_limit + config.rollout.response_limit
     dtype = get_dtype(config, config.actor)
 
     def plan(layout: Layout, micro_batch: int) -> Trainer | None:
