@@ -341,7 +341,7 @@ def _print_layouts(result: SearchResult) -> None:
     for number, candidate in enumerate(result.best, 1):
         trainer, servers = _describe(candidate)
         table.add_row(
-            str(number),
+            f"{number}{'' if candidate.has_margin else ' *'}",
             f"{candidate.step.step_s:,.1f}",
             trainer,
             candidate.engine.recompute.granularity,
@@ -351,6 +351,9 @@ def _print_layouts(result: SearchResult) -> None:
             candidate.reason,
         )
     console.print(table)
+    if not all(candidate.has_margin for candidate in result.best):
+        note = "* takes more than nine tenths of a device, of which a plan does not know all"
+        console.print(f"{note}; after all others", soft_wrap=True)
     for exceeding in result.exceeding:
         axes = asdict(exceeding.engine.layout).items()
         text = " ".join(f"{axis}={n}" for axis, n in axes if n not in (1, None))
@@ -369,6 +372,7 @@ def _build_json(result: SearchResult) -> dict[str, Any]:
                 "step_s": candidate.step.step_s,
                 "training_bytes": candidate.training_bytes,
                 "serving_bytes": candidate.serving_bytes,
+                "has_margin": candidate.has_margin,
                 "reason": candidate.reason,
                 "overrides": list(candidate.overrides),
             }
