@@ -54,6 +54,7 @@ from mcore_rl.jobs.output import (
 from mcore_rl.jobs.placement import Pools, detect_device_type, get_device_resource, list_rank_nodes
 from mcore_rl.jobs.preflight import check_model, load_prompt_files, warn_of_few_rows
 from mcore_rl.jobs.remote_paths import fetch_inputs
+from mcore_rl.jobs.resume import is_same_setting
 from mcore_rl.jobs.rl import build_server_pool, open_session
 from mcore_rl.jobs.run_plan import RunPlan, plan_evaluation
 from mcore_rl.models.base import get_field, read_config, use_family
@@ -369,7 +370,7 @@ def _check_settings(
 ) -> None:
     """Refuse changes of settings that change responses."""
     values, saved = dict(flatten_settings(settings)), dict(flatten_settings(saved_settings))
-    changed = [key for key in values if key in saved and values[key] != saved[key]]
+    changed = [k for k in values if k in saved and not is_same_setting(k, values[k], saved[k])]
     refused = [key for key in changed if not _may_change(key)]
     if refused:
         changes = "; ".join(f"{key}={values[key]!r}, there {saved[key]!r}" for key in refused)
