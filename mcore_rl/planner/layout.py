@@ -225,9 +225,9 @@ def _check_candidates(
             kinds: dict[str, float] = dict(training.kinds)
             exceeding.append(Trainer(candidate.engine, kinds, candidate.step.update_s))
         elif serving <= hardware.memory_bytes:
-            sizes = {"training_bytes": training.total, "serving_bytes": serving}
-            has_margin = max(sizes.values()) <= _count_room(hardware)
-            fitting.append(replace(candidate, has_margin=has_margin, **sizes))
+            has_margin = max(training.total, serving) <= _count_room(hardware)
+            planned = replace(candidate, training_bytes=training.total, serving_bytes=serving)
+            fitting.append(replace(planned, has_margin=has_margin))
         if sum(c.has_margin for c in fitting) == NUM_BEST:
             break
     if refusal is not None and not num_checked:
