@@ -83,29 +83,31 @@ class _RewardRegistry(Registry[Reward]):
             ConfigError: It has the parameters of TRL's or verl's rewards, too.
         """
         signature = self._get_signature(name)
-        for parameter, (framework, ours) in _OTHER_FORMS.items():
+        for parameter, (framework, replacements) in _OTHER_FORMS.items():
             if parameter in signature.parameters:
                 raise ConfigError(
                     f"{self.setting}={name!r} takes {signature}, as rewards of {framework}; "
-                    f"allowed: {_write_call(self[name], signature, ours)}"
+                    f"allowed: {_write_call(self[name], signature, replacements)}"
                     " (docs/from_verl_and_trl.md)"
                 )
         return super().count_parameters(name)
 
 
-def _write_call(function: Reward, signature: inspect.Signature, ours: Mapping[str, str]) -> str:
+def _write_call(
+    function: Reward, signature: inspect.Signature, replacements: Mapping[str, str]
+) -> str:
     """Write a lambda that calls a function of another framework; columns are its other parameters.
 
     Args:
-        ours: Arguments in terms of the parameters of our rewards.
+        replacements: Arguments in terms of the parameters of our rewards.
     """
-    is_batched = "texts" in ours.values()
+    is_batched = "texts" in replacements.values()
     arguments = []
     for name, parameter in signature.parameters.items():
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         column = f"[row['{name}'] for row in fields]" if is_batched else f"fields['{name}']"
-        arguments.append(f"{name}={ours.get(name, column)}")
+        arguments.append(f"{name}={replacements.get(name, column)}")
     parameters = "texts, fields, finish_reasons" if is_batched else "text, fields"
     parameters += ", messages" * ("prompts" in signature.parameters)
     called = getattr(function, "__name__", "")

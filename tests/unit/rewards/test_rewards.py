@@ -177,11 +177,11 @@ def test_an_unknown_reward_names_the_setting_and_what_is_allowed():
 
 def score_words(completions, prompts, answer, **columns):
     """Score as rewards of TRL do: a list of all completions, and lists of columns."""
-    asked = [prompt[0]["content"] == "how many?" for prompt in prompts]
+    are_questions = [prompt[0]["content"] == "how many?" for prompt in prompts]
     lengths = [
         len(text.split()) == number for text, number in zip(completions, answer, strict=True)
     ]
-    return [float(both) for both in map(min, asked, lengths)]
+    return [float(score) for score in map(min, are_questions, lengths)]
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
