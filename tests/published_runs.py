@@ -11,6 +11,7 @@ import yaml
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.rules import resolve_placement
 from mcore_rl.config.schema import EngineConfig, Layout, RLConfig
+from mcore_rl.inference.kv_cache import GPU_SHARE
 from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.models.base import HFConfig, read_config
 from mcore_rl.planner.flops import count_work
@@ -18,7 +19,7 @@ from mcore_rl.planner.generation import Lengths
 from mcore_rl.planner.hardware import load_hardware
 from mcore_rl.planner.layout import (
     estimate_training_bytes,
-    plan_trainer,
+    plan_trainers,
     search_layouts,
     search_trainers,
 )
@@ -84,8 +85,8 @@ def predict_tokens_per_s(run: dict[str, Any]) -> float:
 def search_update_s(run: dict[str, Any]) -> tuple[float, float]:
     """Return the seconds of an optimizer step with the published layout and the fastest.
 
-    A run that does not fit by the estimate of the search, as without its float8 activations, has
-    the recompute with which it does.
+    A run that does not fit with a margin by the estimate of the search, as without its float8
+    activations, has the recompute with which it does.
     """
     model, config = read_model(run), RLConfig()
     config.model.dtype, config.actor = "bfloat16", build_training_engine(run)
@@ -99,12 +100,11 @@ def search_update_s(run: dict[str, Any]) -> tuple[float, float]:
     fastest_s = min(trainer.update_s for trainer in trainers)
     actor = build_training_engine(run)
     kinds = estimate_training_bytes(TrainingModel(work, actor, hardware, run["dtype"]))
-    if sum(kinds.values()) <= hardware.memory_bytes:
+    if sum(kinds.values()) <= GPU_SHARE * hardware.memory_bytes:
         return predict_update_s(run), fastest_s
     tokens = actor.max_tokens_per_micro_batch
-    published = plan_trainer(actor, work, hardware, run["dtype"], actor.layout, load, tokens)
-    assert published is not None
-    return published.update_s, fastest_s
+    published = plan_trainers(actor, work, hardware, run["dtype"], actor.layout, load, tokens)
+    return published[-1].update_s, fastest_s
 
 
 def predict_step_s(run: dict[str, Any]) -> float:

@@ -215,16 +215,16 @@ def _build_lengths(config: RLConfig | TrainConfig, options: argparse.Namespace) 
         raise ConfigError("--response-tokens with --lengths, which has lengths; allowed: one")
     prompt, mean = options.prompt_tokens, options.response_tokens
     if isinstance(config, RLConfig):
-        longest = config.rollout.max_response_tokens
-        prompt = config.data.max_prompt_tokens / 2 if prompt is None else prompt
+        longest = config.rollout.response_limit
+        prompt = config.data.prompt_limit / 2 if prompt is None else prompt
         mean = longest / 2 if mean is None else mean
-        if prompt > config.data.max_prompt_tokens:
+        if prompt > config.data.prompt_limit:
             raise ConfigError(
                 f"--prompt-tokens={prompt:g}: data.max_prompt_tokens="
-                f"{config.data.max_prompt_tokens}; allowed: up to that"
+                f"{config.data.prompt_limit}; allowed: up to that"
             )
     else:
-        most = get_data_config(config).max_tokens
+        most = get_data_config(config).token_limit
         prompt = max(1, most / 4) if prompt is None else prompt
         mean = max(1, most / 4) if mean is None else mean
         longest = int(most - prompt)
@@ -347,7 +347,7 @@ def _print_layouts(result: SearchResult) -> None:
     for number, candidate in enumerate(result.best, 1):
         trainer, servers = _describe(candidate)
         table.add_row(
-            str(number),
+            f"{number}{'' if candidate.has_margin else ' *'}",
             f"{candidate.step.step_s:,.1f}",
             trainer,
             candidate.engine.recompute.granularity,
@@ -357,6 +357,9 @@ def _print_layouts(result: SearchResult) -> None:
             candidate.reason,
         )
     console.print(table)
+    if not all(candidate.has_margin for candidate in result.best):
+        note = "* takes more than nine tenths of a device, of which a plan does not know all"
+        console.print(f"{note}; after all others", soft_wrap=True)
     for exceeding in result.exceeding:
         axes = asdict(exceeding.engine.layout).items()
         text = " ".join(f"{axis}={n}" for axis, n in axes if n not in (1, None))
@@ -375,6 +378,7 @@ def _build_json(result: SearchResult) -> dict[str, Any]:
                 "step_s": candidate.step.step_s,
                 "training_bytes": candidate.training_bytes,
                 "serving_bytes": candidate.serving_bytes,
+                "has_margin": candidate.has_margin,
                 "reason": candidate.reason,
                 "overrides": list(candidate.overrides),
             }

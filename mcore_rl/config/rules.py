@@ -178,7 +178,7 @@ def resolve_for_device_type(
     is_off_policy = staleness > 0 or is_float8
     algorithm = fill_correction_level(config.algorithm, is_off_policy=is_off_policy)
     if algorithm.loss_aggregation == "sequence_sum_fixed_length":
-        length = {"length": config.rollout.max_response_tokens}
+        length = {"length": config.rollout.response_limit}
         settings = length | algorithm.loss_aggregation_settings
         algorithm = replace(algorithm, loss_aggregation_settings=settings)
     model = replace(config.model, dtype=dtype)

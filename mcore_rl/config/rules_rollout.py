@@ -161,7 +161,7 @@ def validate_evaluation(config: RLConfig) -> None:
             f"evaluation.num_samples={evaluation.num_samples}: with evaluation.temperature=0 all "
             "are the same; allowed: 1"
         )
-    length, train_length = evaluation.max_response_tokens, config.rollout.max_response_tokens
+    length, train_length = evaluation.max_response_tokens, config.rollout.response_limit
     if config.agent.loop != "single_turn" and (length or 0) > train_length:
         raise ConfigError(
             f"evaluation.max_response_tokens={length}: conversations of "
@@ -267,7 +267,7 @@ def _build_served_model(key: str, config: RLConfig, name: str) -> ServedModel:
         max_response_tokens=settings.max_tokens,
         sglang=SGLangConfig(**settings.sglang),
     )
-    context = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    context = config.data.prompt_limit + config.rollout.response_limit
     model = ServedModel(
         path=settings.path,
         adapter=settings.adapter,

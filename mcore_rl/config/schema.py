@@ -74,6 +74,8 @@ Tracker = Annotated[str, OneOf(*TRACKERS, contract="Tracker")]
 # Megatron's seq_aux_loss takes a whole pack for a sequence, which is aux_loss again.
 AuxLoss = Annotated[str, OneOf("aux_loss", "global_aux_loss")]
 SandboxMemory = Annotated[int, AtLeast(64)]  # MiB; less does not start Python
+# Lengths that are not set, of a model with as many positions (jobs/lengths.py).
+PROMPT_TOKENS, RESPONSE_TOKENS, EXAMPLE_TOKENS = 1024, 1024, 4096
 
 
 @dataclass
@@ -308,7 +310,8 @@ class RolloutConfig:
     top_p: TopP = 1.0
     top_k: NonNegativeInt = 0  # sample from this many likeliest tokens; 0: all
     stop: StopTexts = field(default_factory=list)  # texts that end a response
-    max_response_tokens: PositiveInt = 1024  # longer responses are truncated
+    # longer responses are truncated; null: 1024, or fewer as the positions of the model allow
+    max_response_tokens: PositiveInt | None = None
     # maximum concurrent sequences of a server; null: as `vllm serve` (docs/rollout.md)
     max_num_seqs: PositiveInt | None = None
     # maximum tokens of a server's forward pass; null: as `vllm serve`
@@ -332,6 +335,11 @@ class RolloutConfig:
     engine: dict[str, Any] = field(default_factory=dict)
     sglang: SGLangConfig = field(default_factory=SGLangConfig)
     speculative: SpeculativeConfig = field(default_factory=SpeculativeConfig)
+
+    @property
+    def response_limit(self) -> int:
+        """Most tokens of a response."""
+        return self.max_response_tokens or RESPONSE_TOKENS
 
     @property
     def num_workers(self) -> int:
@@ -359,7 +367,8 @@ class ServedModelConfig:
     top_p: TopP = 1.0  # total probability of the tokens to sample from
     top_k: NonNegativeInt = 0  # sample from this many likeliest tokens; 0: all
     max_tokens: PositiveInt = 1024  # maximum tokens of an answer
-    # maximum tokens of a conversation; null: those of the policy
+    # maximum tokens of a conversation; null: those of the policy, or the positions of a model that
+    # has fewer
     max_context: Annotated[int, AtLeast(2)] | None = None
     max_num_seqs: PositiveInt | None = None  # as rollout.max_num_seqs
     max_num_batched_tokens: PositiveInt | None = None  # as rollout.max_num_batched_tokens
@@ -479,11 +488,17 @@ class DataConfig:
     images_column: str = ""  # column of images, for models that take them; empty: none
     max_image_pixels: PositiveInt = 1 << 24  # maximum pixels of an image; larger ones are refused
     images_dir: str = ""  # folder of images that rows name by path; empty: that of the data file
-    # maximum tokens of a prompt with the chat template applied, and all tokens of images
-    max_prompt_tokens: PositiveInt = 1024
+    # maximum tokens of a prompt with the chat template applied, and all tokens of images; null:
+    # 1024, or fewer as the positions of the model allow
+    max_prompt_tokens: PositiveInt | None = None
     # longer prompts: refuse (the file) or drop (the rows)
     long_prompts: LongRows = "refuse"
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+
+    @property
+    def prompt_limit(self) -> int:
+        """Most tokens of a prompt."""
+        return self.max_prompt_tokens or PROMPT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -700,7 +715,8 @@ class TrainerConfig:
     # stops; null: docs/rollout.md
     max_logprob_gap: PositiveFloat | None = None
     mean_logprob_gap: PositiveFloat | None = None  # maximum mean gap; null: docs/rollout.md
-    eval_samples: NonNegativeInt = 0  # prompts of each held-out set per evaluation; 0: all
+    # maximum prompts of each held-out set per evaluation; 0: all
+    eval_samples: NonNegativeInt = 0
     save_every: NonNegativeInt = 0  # steps between training checkpoints; 0: none
     # trackers of metrics: tensorboard, wandb, mlflow, swanlab, or import paths (docs/watching.md)
     trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
@@ -816,8 +832,8 @@ class RLConfig:
     @property
     def max_sequence_tokens(self) -> int:
         """Most tokens of a prompt and its response, in training or evaluation."""
-        responses = self.rollout.max_response_tokens, self.evaluation.max_response_tokens or 0
-        return self.data.max_prompt_tokens + max(responses)
+        responses = self.rollout.response_limit, self.evaluation.max_response_tokens or 0
+        return self.data.prompt_limit + max(responses)
 
     @property
     def inner_timeout_s(self) -> float:
@@ -848,9 +864,15 @@ class ConversationsConfig:
     max_image_pixels: PositiveInt = 1 << 24  # maximum pixels of an image; larger ones are refused
     images_dir: str = ""  # folder of images that rows name by path; empty: that of the data file
     train_on_prompt: bool = False  # train on all tokens
-    max_tokens: Annotated[int, AtLeast(2)] = 4096  # maximum tokens of a conversation
+    # maximum tokens of a conversation; null: 4096, or the positions of a model that has fewer
+    max_tokens: Annotated[int, AtLeast(2)] | None = None
     # longer rows: refuse (the file) or drop (the rows)
     long_rows: LongRows = "refuse"
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens of a conversation."""
+        return self.max_tokens or EXAMPLE_TOKENS
 
 
 @dataclass
@@ -869,9 +891,16 @@ class PairsConfig:
     rejected_column: str = "rejected"  # column of the other answer: messages after the prompt
     margin_column: str = ""  # column of the wanted difference of scores, for rm; empty: none
     tools_column: str = ""  # column of tool schemas for the chat template; empty: none
-    max_tokens: Annotated[int, AtLeast(2)] = 4096  # maximum tokens of a prompt with one answer
+    # maximum tokens of a prompt with one answer; null: 4096, or the positions of a model that has
+    # fewer
+    max_tokens: Annotated[int, AtLeast(2)] | None = None
     # longer rows: refuse (the file) or drop (the rows)
     long_rows: LongRows = "refuse"
+
+    @property
+    def token_limit(self) -> int:
+        """Most tokens of a prompt with one answer."""
+        return self.max_tokens or EXAMPLE_TOKENS
 
 
 AnyData = DataConfig | ConversationsConfig | PairsConfig
@@ -882,7 +911,8 @@ class StepsConfig:
     num_epochs: PositiveFloat = 1.0  # passes over all rows; with data.train_weights as many rows
     num_steps: NonNegativeInt = 0  # optimizer steps; 0: by num_epochs
     batch_size: PositiveInt = 64  # conversations or pairs per optimizer step
-    eval_samples: NonNegativeInt = 0  # rows of each held-out set per evaluation; 0: all
+    # maximum rows of each held-out set per evaluation; 0: all
+    eval_samples: NonNegativeInt = 0
     save_every: NonNegativeInt = 0  # steps between training checkpoints; 0: none
     # trackers of metrics: tensorboard, wandb, mlflow, swanlab, or import paths (docs/watching.md)
     trackers: list[Tracker] = field(default_factory=lambda: ["tensorboard"])
@@ -983,8 +1013,9 @@ class SetsConfig:
     images_column: str = ""  # column of images, for models that take them; empty: none
     max_image_pixels: PositiveInt = 1 << 24  # maximum pixels of an image; larger ones are refused
     images_dir: str = ""  # folder of images that rows name by path; empty: that of the data file
-    # maximum tokens of a prompt with the chat template applied, and all tokens of images
-    max_prompt_tokens: PositiveInt = 1024
+    # maximum tokens of a prompt with the chat template applied, and all tokens of images; null:
+    # 1024, or fewer as the positions of the model allow
+    max_prompt_tokens: PositiveInt | None = None
     # longer prompts: refuse (the file) or drop (the rows)
     long_prompts: LongRows = "refuse"
 

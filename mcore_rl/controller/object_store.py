@@ -35,7 +35,7 @@ def estimate_sample_bytes(config: RLConfig) -> int:
     if replay.share:
         steps += replay.max_age
     samples = (steps * _count_generated_groups(config) + extra) * config.algorithm.group_size
-    tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    tokens = config.data.prompt_limit + config.rollout.response_limit
     return samples * tokens * BYTES_PER_TOKEN
 
 

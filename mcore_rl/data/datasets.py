@@ -113,7 +113,7 @@ class FilePrompts:
         digest = Digest()
         lengths = self._check_rows(digest)
         self.digest = digest.hexdigest()
-        is_short = lengths <= config.max_prompt_tokens
+        is_short = lengths <= config.prompt_limit
         self.num_dropped = int((~is_short).sum())
         self._prompt_rows: npt.NDArray[np.int64] | None = None  # None: all rows
         if self.num_dropped:
@@ -220,7 +220,7 @@ class FilePrompts:
     def _build_length_error(
         self, lengths: npt.NDArray[np.int32], config: DataConfig
     ) -> ConfigError:
-        longest, limit = int(lengths.argmax()), f"data.max_prompt_tokens={config.max_prompt_tokens}"
+        longest, limit = int(lengths.argmax()), f"data.max_prompt_tokens={config.prompt_limit}"
         source = f"{self._rows.source}:"
         length = (
             f"the prompt of row {longest} has {lengths[longest]} tokens; allowed: up to {limit}"

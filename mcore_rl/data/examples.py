@@ -77,14 +77,14 @@ class Examples(Generic[R]):
             digest.add(asdict(example))
             lengths[index] = max(len(tokens.ids) for tokens in example.conversations)
         self.digest = digest.hexdigest()
-        is_short = lengths <= config.max_tokens
+        is_short = lengths <= config.token_limit
         self.num_rows, self.num_dropped = len(rows), int((~is_short).sum())
         if self.num_dropped and (config.long_rows == "refuse" or not is_short.any()):
             longest = int(lengths.argmax())
             hint = ", or data.long_rows=drop" if is_short.any() else ""
             raise ConfigError(
                 f"{source}: row {longest} has {lengths[longest]} tokens; allowed: up to "
-                f"data.max_tokens={config.max_tokens}{hint}"
+                f"data.max_tokens={config.token_limit}{hint}"
             )
         self._short_rows: npt.NDArray[np.int64] = np.flatnonzero(is_short)
 

@@ -38,6 +38,7 @@ from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.inference.kv_cache import DEFAULT_MAX_SEQS
 from mcore_rl.inference.registry import check_server_package, check_server_settings
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
+from mcore_rl.jobs.lengths import fill_evaluation_lengths
 from mcore_rl.jobs.output import (
     LOGS,
     STARTED,
@@ -51,8 +52,9 @@ from mcore_rl.jobs.output import (
     write_json,
 )
 from mcore_rl.jobs.placement import Pools, detect_device_type, get_device_resource, list_rank_nodes
-from mcore_rl.jobs.preflight import check_model, load_prompt_files
+from mcore_rl.jobs.preflight import check_model, load_prompt_files, warn_of_few_rows
 from mcore_rl.jobs.remote_paths import fetch_inputs
+from mcore_rl.jobs.resume import is_same_setting
 from mcore_rl.jobs.rl import build_server_pool, open_session
 from mcore_rl.jobs.run_plan import RunPlan, plan_evaluation
 from mcore_rl.models.base import get_field, read_config, use_family
@@ -171,10 +173,10 @@ def _evaluate_sets(
 def check_evaluation(config: EvalConfig) -> EvaluationInputs:
     """Load the data sets; check model, reward and servers. Raise ConfigError if one is wrong."""
     chat_date = config.model.chat_date or read_chat_date(config.model.path)
-    run = build_server_config(
-        config, detect_device_type(), str(find_model_folder(config.model.path)), chat_date
-    )
-    RewardManager(config.reward, config.rollout.max_response_tokens)  # checks names and settings
+    folder = find_model_folder(config.model.path)
+    config = fill_evaluation_lengths(config, folder)
+    run = build_server_config(config, detect_device_type(), str(folder), chat_date)
+    RewardManager(config.reward, config.rollout.response_limit)  # checks names and settings
     check_judge_models(config.reward, ())
     check_server_package(run.rollout)
     check_server_settings(run.rollout, device=detect_device_type())
@@ -199,8 +201,7 @@ def check_evaluation(config: EvalConfig) -> EvaluationInputs:
 def _warn_about_short_sets(config: EvalConfig, sets: Mapping[str, PromptDataset]) -> None:
     num = config.data.num_prompts
     for name, prompts in sets.items():
-        if num > (size := len(prompts)):
-            warn(f"data.num_prompts={num}: data.sets.{name} has {size} rows, and all are taken")
+        warn_of_few_rows("data.num_prompts", f"data.sets.{name}", len(prompts), num)
 
 
 def _get_find_answer(config: EvalConfig) -> FindAnswer | None:
@@ -369,7 +370,7 @@ def _check_settings(
 ) -> None:
     """Refuse changes of settings that change responses."""
     values, saved = dict(flatten_settings(settings)), dict(flatten_settings(saved_settings))
-    changed = [key for key in values if key in saved and values[key] != saved[key]]
+    changed = [k for k in values if k in saved and not is_same_setting(k, values[k], saved[k])]
     refused = [key for key in changed if not _may_change(key)]
     if refused:
         changes = "; ".join(f"{key}={values[key]!r}, there {saved[key]!r}" for key in refused)

@@ -25,6 +25,7 @@ from mcore_rl.engine.base import (
 )
 from mcore_rl.engine.worker import ModelWorker
 from mcore_rl.inference.registry import check_server_package
+from mcore_rl.jobs.lengths import fill_lengths
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.run_plan import REFERENCE, WARM_START, Pool, Role, RunPlan, plan_run
 from mcore_rl.models.base import (
@@ -92,6 +93,7 @@ def resolve_for_nodes(
         _check_packages(config)
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("actor", config.model, config.actor)
+    config = fill_lengths(config)
     return resolve_for_device_type(config, device_type, has_experts=_has_experts(config))
 
 

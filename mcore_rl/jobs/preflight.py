@@ -69,6 +69,7 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
+from mcore_rl.observability.warnings import warn
 from mcore_rl.reshard.rules import list_logical_tensors, parse_slice
 from mcore_rl.rewards.manager import (
     RewardManager,
@@ -190,7 +191,7 @@ def _check_choices(config: RLConfig, plan: RunPlan) -> None:
     if curriculum := config.data.curriculum.name:
         CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
-    lengths = config.rollout.max_response_tokens, config.evaluation.max_response_tokens
+    lengths = config.rollout.response_limit, config.evaluation.max_response_tokens
     RewardManager(config.reward, min(filter(None, lengths)))  # checks names and settings
     check_judge_models(config.reward, plan.models)
     check_reward_parts(config)
@@ -310,7 +311,7 @@ def load_prompt_files(
         if prompts.num_dropped:
             print(
                 f"{setting}={name!r}: {prompts.num_dropped} of {prompts.num_rows} rows left out: "
-                f"more than data.max_prompt_tokens={config.data.max_prompt_tokens} tokens"
+                f"more than data.max_prompt_tokens={config.data.prompt_limit} tokens"
             )
         datasets.append(prompts)
     return PromptDataset(*datasets)
@@ -332,7 +333,7 @@ def _check_row_counts(config: RLConfig, inputs: Inputs) -> None:
     num_tests = config.trainer.eval_samples
     for name, (setting, file) in list_test_files(config.data).items():
         size = len(inputs.tests[name])
-        require_rows(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
+        warn_of_few_rows("trainer.eval_samples", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
         size, file = warm.batch_size, f"warm_start.train_file={warm.train_file!r}"
         require_rows(f"warm_start.batch_size={size}", file, len(inputs.examples), size)
@@ -344,12 +345,19 @@ def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> No
         raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
 
 
+def warn_of_few_rows(setting: str, source: str, num_rows: int, num_wanted: int) -> None:
+    """Warn if a held-out source has fewer rows than a setting wants of it."""
+    if num_wanted > num_rows:
+        warn(f"{setting}={num_wanted}: {source} has {num_rows} rows, and all are taken")
+
+
 def limit_evaluation(config: RLConfig, inputs: Inputs) -> RLConfig:
-    """Return settings with the rows of the largest held-out set where an evaluation takes all."""
-    if config.trainer.eval_samples or not inputs.tests:
+    """Return settings with eval_samples of at most the rows of the largest held-out set."""
+    if not inputs.tests:
         return config
     largest = max(map(len, inputs.tests.values()))
-    return replace(config, trainer=replace(config.trainer, eval_samples=largest))
+    num = min(config.trainer.eval_samples or largest, largest)
+    return replace(config, trainer=replace(config.trainer, eval_samples=num))
 
 
 def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
@@ -464,7 +472,7 @@ def _check_kv_cache(
 def _get_response_setting(config: RLConfig) -> str:
     """Return the setting that limits the longest response."""
     eval_tokens = config.evaluation.max_response_tokens or 0
-    is_eval = eval_tokens > config.rollout.max_response_tokens
+    is_eval = eval_tokens > config.rollout.response_limit
     return f"{'evaluation' if is_eval else 'rollout'}.max_response_tokens"
 
 
@@ -474,8 +482,8 @@ def _check_lengths(config: RLConfig) -> None:
     positions = count_positions(read_config(config.model.path))
     if positions is not None and longest > positions:
         raise ConfigError(
-            f"data.max_prompt_tokens={config.data.max_prompt_tokens} and "
-            f"{response}={longest - config.data.max_prompt_tokens} make {longest}; "
+            f"data.max_prompt_tokens={config.data.prompt_limit} and "
+            f"{response}={longest - config.data.prompt_limit} make {longest}; "
             f"allowed: together up to the {positions} positions of the model"
         )
 
@@ -488,7 +496,7 @@ def _load_examples(
         return None
     images = images and images.open_beside(warm.train_file)
     if not warm.response_column:
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        longest = config.data.prompt_limit + config.rollout.response_limit
         return load_chats(warm.train_file, config.data, longest, tokenizer, images=images)
     return load_supervised(warm.train_file, config.data, warm.response_column, tokenizer, images)
 

@@ -23,6 +23,7 @@ from mcore_rl.config.rules import list_test_files, list_train_files
 from mcore_rl.config.schema import AnyData, RLConfig, TrainConfig
 from mcore_rl.controller.pending_call import Timeout, WorkerError
 from mcore_rl.controller.ray_nodes import create_checksum_reader
+from mcore_rl.data.rows import ANSWER_COLUMNS, PROMPT_COLUMNS
 from mcore_rl.jobs.failure import RunFailed
 from mcore_rl.jobs.output import STARTED, SUMMARY
 from mcore_rl.jobs.preflight import prepare_task
@@ -41,6 +42,8 @@ _FIXED_SETTINGS = (
     "engine.backend",
 )
 _START_SETTINGS = ("output_dir", "resume")  # of a single start, not of the run
+# Columns that are read where the setting is null and the source has them.
+_USUAL_COLUMNS = {"data.prompt_column": PROMPT_COLUMNS[0], "data.answer_column": ANSWER_COLUMNS[0]}
 
 
 class Digested(Protocol):
@@ -149,11 +152,21 @@ def check_critic(plan: RunPlan, checkpoint: RunCheckpoint | None, advantage: str
         )
 
 
+def is_same_setting(key: str, value: object, saved: object) -> bool:
+    """Return whether two values of a setting mean the same run.
+
+    A run that has named the usual column has read it, and without the name would have, too.
+    """
+    if value == saved:
+        return True
+    return key in _USUAL_COLUMNS and {value, saved} == {None, _USUAL_COLUMNS[key]}
+
+
 def _check_settings(config: RLConfig | TrainConfig, checkpoint: RunCheckpoint) -> None:
     """Refuse changes of settings that make another run; print all other changes."""
     settings = dict(flatten_settings(asdict(config)))
     saved = dict(flatten_settings(SettingRenamer().rename_tree(checkpoint.state["settings"])))
-    changed = [key for key in settings if settings[key] != saved.get(key)]
+    changed = [k for k in settings if not is_same_setting(k, settings[k], saved.get(k))]
     layout = f"{WARM_START}.layout."  # the warm start is over
     known = [key for key in changed if key in saved]  # an older version saved fewer settings
     refused = [k for k in known if k.split(".")[0] in _FIXED_SECTIONS and not k.startswith(layout)]

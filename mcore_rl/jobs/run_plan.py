@@ -377,21 +377,25 @@ def _count_sequences(config: RLConfig, num_servers: int) -> int:
     """Return the most trajectories of a server at once, in training and evaluation.
 
     Whole groups go to a server. With trainer.eval_samples=0 held-out rows do not count:
-    `limit_evaluation` says how many there are, once they are read.
+    `limit_evaluation` sets how many there are, once they are read.
     """
-    trainer, algorithm = config.trainer, config.algorithm
-    groups = max(trainer.prompts_per_step, algorithm.filter.prompts_per_round)
-    is_async = get_loop(trainer) == "fully_async"
-    if is_async:
-        asynchronous = trainer.asynchronous
+    num_sampled = -(-count_groups(config) // num_servers) * config.algorithm.group_size
+    if not (list_test_files(config.data) or config.task.name):
+        return num_sampled
+    num_held_out = -(-config.trainer.eval_samples // num_servers) * config.evaluation.num_samples
+    is_async = get_loop(config.trainer) == "fully_async"
+    return num_sampled + num_held_out if is_async else max(num_sampled, num_held_out)
+
+
+def count_groups(config: RLConfig) -> int:
+    """Return the most prompts of training that all servers generate for at once."""
+    trainer, asynchronous = config.trainer, config.trainer.asynchronous
+    groups = max(trainer.prompts_per_step, config.algorithm.filter.prompts_per_round)
+    if get_loop(trainer) == "fully_async":
         groups *= 1 + get_staleness(trainer)
         groups += count_extra_groups(asynchronous.oversampling, trainer.prompts_per_step)
         groups = asynchronous.max_groups or groups
-    num_sampled = -(-groups // num_servers) * algorithm.group_size
-    if not (list_test_files(config.data) or config.task.name):
-        return num_sampled
-    num_held_out = -(-trainer.eval_samples // num_servers) * config.evaluation.num_samples
-    return num_sampled + num_held_out if is_async else max(num_sampled, num_held_out)
+    return groups
 
 
 def _name_pool(config: RLConfig, role: str) -> str:

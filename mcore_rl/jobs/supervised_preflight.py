@@ -41,8 +41,9 @@ from mcore_rl.engine.base import (
     load_backend,
     use_engine_family,
 )
+from mcore_rl.jobs.lengths import fill_train_length
 from mcore_rl.jobs.placement import detect_device_type
-from mcore_rl.jobs.preflight import require_rows
+from mcore_rl.jobs.preflight import require_rows, warn_of_few_rows
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
     SEQUENCE,
@@ -93,6 +94,7 @@ def resolve_for_device(
     validate_float8_dtype("engine", config.engine, dtype)
     config = fetch_inputs(config, with_weights=needs_data)
     use_engine_family("engine", config.model, config.engine)
+    config = fill_train_length(config)
     return replace(config, model=replace(config.model, dtype=dtype))
 
 
@@ -123,9 +125,9 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     check_tokenizer_matches(tokenizer, get_field(hf_config, "vocab_size"))
     data = get_data_config(config)
     positions = count_positions(hf_config)
-    if positions is not None and data.max_tokens > positions:
+    if positions is not None and data.token_limit > positions:
         raise ConfigError(
-            f"data.max_tokens={data.max_tokens}; allowed: up to the {positions} positions of the "
+            f"data.max_tokens={data.token_limit}; allowed: up to the {positions} positions of the "
             "model"
         )
     images = None
@@ -136,7 +138,7 @@ def check_train_inputs(config: TrainConfig) -> TrainInputs:
     tests, num = {}, config.trainer.eval_samples
     for name, (setting, file) in list_test_files(data).items():
         tests[name] = _load(config, {setting: file}, tokenizer, images)
-        require_rows(f"trainer.eval_samples={num}", setting, len(tests[name]), num)
+        warn_of_few_rows("trainer.eval_samples", f"{setting}={file!r}", len(tests[name]), num)
     steps = count_steps(config, len(train))
     validate_schedule("engine.optimizer", config.engine.optimizer, steps)
     validate_profile_steps(config.profile, steps)
@@ -215,7 +217,7 @@ def _load(
         if num := examples.num_dropped:
             print(
                 f"{setting}={name!r}: {num} of {examples.num_rows} rows left out: more than "
-                f"data.max_tokens={data.max_tokens} tokens"
+                f"data.max_tokens={data.token_limit} tokens"
             )
         sources.append(examples)
     return ExampleFiles(*sources)

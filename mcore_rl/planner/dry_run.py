@@ -43,6 +43,7 @@ from mcore_rl.planner.memory import Conditions, plan_cache
 from mcore_rl.planner.memory_check import check_memory, find_device
 from mcore_rl.planner.report import describe_cache, format_ranks, print_memory, print_sizes
 from mcore_rl.planner.roles import RolePlan, fold_stages, plan_roles
+from mcore_rl.planner.waste import list_waste
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
 
@@ -97,12 +98,15 @@ def dry_run(
         cluster_lines: list[str] = []
         if gpus_per_node and (check.fits or ignores_memory):
             cluster_lines = _describe_cluster(prepared, plan, model, gpus_per_node, num_nodes)
+        if device_type == "cuda":  # processes on CPUs share the cores
+            cluster_lines += ["", *list_waste(prepared, plan, gpus_per_node)]
     check.print_verdict(console, ignores_memory=ignores_memory)
     print_lines(console, *lines)
     for role in check.plan.roles:
         print_role(role, console)
     print_memory(check.plan, conditions, console)
-    print_lines(console, *cluster_lines, "", *_summarize(config, plan, device_type), *refusal)
+    print_lines(console, *cluster_lines)
+    print_lines(console, "", *_summarize(config, plan, device_type), *refusal)
 
 
 def _check_nodes(

@@ -89,7 +89,7 @@ def list_changes(config: RLConfig, model: HFConfig) -> Changes:
 
 def list_supervised_changes(config: TrainConfig, model: HFConfig) -> Changes:
     """Return the changes of a supervised job that find_fixes tries."""
-    longest = get_data_config(config).max_tokens
+    longest = get_data_config(config).token_limit
     return _sort_changes([_build_engine("engine", config.engine, model, longest)], [], ())
 
 

@@ -2,7 +2,8 @@
 
 Trainer and servers are searched apart, for each share of the devices, and then joined. The search
 estimates memory in closed form (docs/planning_step.md); the fastest are then planned as
-`mcore-rl plan memory` does, and those that do not fit are dropped. Critic, reward model and
+`mcore-rl plan memory` does, and those that do not fit are dropped. Estimates are not exact: layouts
+that leave less than a tenth of a device come last. Critic, reward model and
 teachers on the devices of the actor follow its layout.
 """
 
@@ -31,6 +32,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
 )
 from mcore_rl.engine.base import load_backend
+from mcore_rl.inference.kv_cache import GPU_SHARE
 from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REFERENCE, Role, RunPlan, plan_run
 from mcore_rl.models.base import HFConfig, get_model_sizes, read_config
 from mcore_rl.planner.activations import DEFAULT_CHUNK_BYTES
@@ -58,6 +60,7 @@ class Candidate:
     training_bytes: float  # of the fullest device while it trains
     serving_bytes: float  # while it generates, with the KV cache
     step: StepTime
+    has_margin: bool = True  # whether each device has a tenth of its memory left
     reason: str = ""  # what decides its place
 
     @property
@@ -81,7 +84,7 @@ class ExceedingLayout:
 
 @dataclass(frozen=True, slots=True)
 class SearchResult:
-    best: tuple[Candidate, ...]  # fastest first
+    best: tuple[Candidate, ...]  # fastest first; those without a margin after the others
     exceeding: tuple[ExceedingLayout, ...]
     num_layouts: int  # of trainers and servers that were predicted
 
@@ -152,8 +155,11 @@ def search_layouts(
         for trainer, (rollout, _, serving_bytes) in itertools.product(trainers, servers[:4]):
             planned, overrides = _replace_layouts(config, trainer.engine, rollout)
             step = predict_step(planned, model, hardware, lengths, work=work)
-            candidates.append(Candidate(planned, overrides, trainer.num_bytes, serving_bytes, step))
-    candidates.sort(key=lambda candidate: candidate.step.step_s)
+            has_margin = trainer.num_bytes <= _count_room(hardware)
+            candidates.append(
+                Candidate(planned, overrides, trainer.num_bytes, serving_bytes, step, has_margin)
+            )
+    candidates.sort(key=_rank)
     if not candidates:
         raise ConfigError(_explain_nothing(config, work, hardware, num_devices, exceeding))
     checked = _check_candidates(candidates, model, hardware, exceeding, check)
@@ -188,7 +194,7 @@ def _check_candidates(
     exceeding: list[Trainer],
     check: Callable[[RLConfig], object],
 ) -> list[Candidate]:
-    """Return the fastest that can be and fit by their memory plans.
+    """Return the fastest that can be and fit by their memory plans, those with a margin first.
 
     Add trainers that are too large to `exceeding`.
     """
@@ -219,12 +225,23 @@ def _check_candidates(
             kinds: dict[str, float] = dict(training.kinds)
             exceeding.append(Trainer(candidate.engine, kinds, candidate.step.update_s))
         elif serving <= hardware.memory_bytes:
-            fitting.append(replace(candidate, training_bytes=training.total, serving_bytes=serving))
-        if len(fitting) == NUM_BEST:
+            has_margin = max(training.total, serving) <= _count_room(hardware)
+            planned = replace(candidate, training_bytes=training.total, serving_bytes=serving)
+            fitting.append(replace(planned, has_margin=has_margin))
+        if sum(c.has_margin for c in fitting) == NUM_BEST:
             break
     if refusal is not None and not num_checked:
         raise refusal  # of every layout: it is of another setting
-    return fitting
+    return sorted(fitting, key=_rank)[:NUM_BEST]
+
+
+def _rank(candidate: Candidate) -> tuple[bool, float]:
+    return not candidate.has_margin, candidate.step.step_s
+
+
+def _count_room(hardware: Hardware) -> float:
+    """Return the bytes of a device without the margin for what a plan does not know."""
+    return GPU_SHARE * hardware.memory_bytes
 
 
 def search_trainers(
@@ -242,31 +259,31 @@ def search_trainers(
     Returns:
         The fastest that fit and some small ones, those that nearly fit, and how many there were.
     """
-    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    longest = config.data.prompt_limit + config.rollout.response_limit
     dtype = get_dtype(config, config.actor)
 
-    def plan(layout: Layout, micro_batch: int) -> Trainer | None:
-        return plan_trainer(config.actor, work, hardware, dtype, layout, load, micro_batch)
+    def plan(layout: Layout, micro_batch: int) -> list[Trainer]:
+        return plan_trainers(config.actor, work, hardware, dtype, layout, load, micro_batch)
 
     fitting: list[Trainer] = []
     exceeding: list[Trainer] = []
     count = 0
     for layout in _list_layouts(model, work, hardware, num_devices, load, longest):
-        trainer = plan(layout, _get_least_micro_batch(layout, longest))
-        if trainer is None:
-            continue
-        count += 1
-        (fitting if trainer.num_bytes <= hardware.memory_bytes else exceeding).append(trainer)
-    selected = _select_fastest(fitting)
+        trainers = plan(layout, _get_least_micro_batch(layout, longest))
+        count += bool(trainers)
+        for trainer in trainers:
+            (fitting if trainer.num_bytes <= hardware.memory_bytes else exceeding).append(trainer)
+    room = _count_room(hardware)
+    selected = _select_fastest(fitting, room)
     for index, trainer in enumerate(selected[:NUM_BEST]):
         layout = trainer.engine.layout
         least = _get_least_micro_batch(layout, longest)
         for chunked in _list_chunked_layouts(layout, len(work.layers)):
             for factor in (1, 2, 4):
-                varied = plan(chunked, factor * least)
-                if varied is None or varied.num_bytes > hardware.memory_bytes:
+                varied = [t for t in plan(chunked, factor * least) if t.num_bytes <= room]
+                if not varied or trainer.num_bytes > room:
                     break
-                selected[index] = min(selected[index], varied, key=lambda t: t.update_s)
+                selected[index] = min(selected[index], *varied, key=lambda t: t.update_s)
     return selected, exceeding, count
 
 
@@ -275,15 +292,16 @@ def _get_least_micro_batch(layout: Layout, longest: int) -> int:
     return max(-(-longest // layout.cp), 4096)
 
 
-def _select_fastest(trainers: list[Trainer]) -> list[Trainer]:
+def _select_fastest(trainers: list[Trainer], room: float) -> list[Trainer]:
     """Return the fastest trainers, and the smallest of the others; one for each layout.
 
-    Layouts that differ in vpp alone count as one.
+    Layouts that differ in vpp alone count as one. Those of more than `room` bytes come last.
     """
     fastest: dict[tuple[int, ...], Trainer] = {}
-    for trainer in sorted(trainers, key=lambda t: t.update_s):
-        layout = trainer.engine.layout
-        fastest.setdefault((layout.tp, layout.pp, layout.cp, layout.ep, layout.etp), trainer)
+    for trainer in sorted(trainers, key=lambda t: (t.num_bytes > room, t.update_s)):
+        layout, is_tight = trainer.engine.layout, trainer.num_bytes > room
+        key = (layout.tp, layout.pp, layout.cp, layout.ep, layout.etp, is_tight)
+        fastest.setdefault(key, trainer)
     trainers = list(fastest.values())
     smallest = sorted(trainers[NUM_BEST:], key=lambda trainer: trainer.num_bytes)
     return trainers[:NUM_BEST] + smallest[:NUM_BEST]
@@ -355,7 +373,7 @@ def _list_chunked_layouts(layout: Layout, num_layers: int) -> Iterator[Layout]:
             yield replace(layout, vpp=vpp, first_stage_layers=first, last_stage_layers=last)
 
 
-def plan_trainer(
+def plan_trainers(
     actor: EngineConfig,
     work: ModelWork,
     hardware: Hardware,
@@ -363,8 +381,8 @@ def plan_trainer(
     layout: Layout,
     load: Load,
     micro_batch: int,
-) -> Trainer | None:
-    """Return a layout with the fastest recompute that fits, else the smallest.
+) -> list[Trainer]:
+    """Return a layout with the fastest recompute that fits, and with the fastest with a margin.
 
     Adam is on the host where nothing else fits.
 
@@ -373,23 +391,27 @@ def plan_trainer(
         micro_batch: Tokens of one on a context-parallel rank.
 
     Returns:
-        None if it exceeds a device by far.
+        One if both are the same; the smallest if none fits; none if all exceed a device by far.
     """
-    trainer = None
+    trainers: list[Trainer] = []
     for engine in _list_engines(actor, work, layout, micro_batch):
         planner = TrainingModel(work, engine, hardware, dtype)
         kinds = estimate_training_bytes(planner)
-        fits = sum(kinds.values()) <= hardware.memory_bytes
-        if not fits and sum(kinds.values()) > _MOST_EXCESS * hardware.memory_bytes:
+        num_bytes = sum(kinds.values())
+        if num_bytes > _MOST_EXCESS * hardware.memory_bytes:
             continue
         try:
             validate_megatron("actor", engine)
         except ConfigError:  # such as full recompute with moe.overlap
             continue
         trainer = Trainer(engine, kinds, planner.predict_update(load).total_s)
-        if fits:
+        if not trainers or trainers[0].num_bytes > hardware.memory_bytes:
+            trainers = [trainer]
+        elif num_bytes <= _count_room(hardware):
+            trainers.append(trainer)
+        if num_bytes <= _count_room(hardware):
             break
-    return trainer
+    return trainers
 
 
 def _list_engines(

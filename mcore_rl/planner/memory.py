@@ -257,7 +257,7 @@ class _Planner:
             Rows(
                 samples // config.algorithm.num_mini_batches,
                 config.max_sequence_tokens,
-                config.rollout.max_response_tokens,
+                config.rollout.response_limit,
             ),
             self.conditions,
             config.model.dtype,

@@ -104,7 +104,7 @@ def _count_pass(
     config: TrainConfig, model: HFConfig, conditions: Conditions, pp_rank: int, *, trains: bool
 ) -> dict[str, int]:
     """Count the bytes of a pass over micro-batches of the longest rows, all of them scored."""
-    longest = get_data_config(config).max_tokens
+    longest = get_data_config(config).token_limit
     return count_pass_bytes(
         config.engine,
         model,

@@ -27,6 +27,7 @@ lists, except max_tokens):
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 import sysconfig
 import traceback
@@ -35,6 +36,7 @@ from dataclasses import dataclass
 from decimal import Decimal
 from numbers import Real
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from mcore_rl.algorithms.registry import Registry
@@ -61,7 +63,59 @@ TOKEN_REWARDS = "token_rewards"  # in a result: a list per turn, with a number p
 _MAX_SHOWN = 200  # characters of a response or of its fields in an error
 _PACKAGE = Path(__file__).parents[1]
 _LIBRARIES = (sysconfig.get_paths()["stdlib"], "site-packages")
-_REWARDS: Registry[Reward] = Registry(
+# Arguments of other frameworks in terms of ours, by the parameter that tells the framework.
+_OTHER_FORMS: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType(
+    {
+        "completions": ("TRL", {"completions": "texts", "prompts": "messages"}),
+        "solution_str": (
+            "verl",
+            {"solution_str": "text", "ground_truth": "fields['answer']", "extra_info": "fields"},
+        ),
+    }
+)
+
+
+class _RewardRegistry(Registry[Reward]):
+    def count_parameters(self, name: str) -> int:
+        """Return how many of `parameters` a reward takes; see Registry.
+
+        Raises:
+            ConfigError: It has the parameters of TRL's or verl's rewards, too.
+        """
+        signature = self._get_signature(name)
+        for parameter, (framework, replacements) in _OTHER_FORMS.items():
+            if parameter in signature.parameters:
+                raise ConfigError(
+                    f"{self.setting}={name!r} takes {signature}, as rewards of {framework}; "
+                    f"allowed: {_write_call(self[name], signature, replacements)}"
+                    " (docs/from_verl_and_trl.md)"
+                )
+        return super().count_parameters(name)
+
+
+def _write_call(
+    function: Reward, signature: inspect.Signature, replacements: Mapping[str, str]
+) -> str:
+    """Write a lambda that calls a function of another framework; columns are its other parameters.
+
+    Args:
+        replacements: Arguments in terms of the parameters of our rewards.
+    """
+    is_batched = "texts" in replacements.values()
+    arguments = []
+    for name, parameter in signature.parameters.items():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        column = f"[row['{name}'] for row in fields]" if is_batched else f"fields['{name}']"
+        arguments.append(f"{name}={replacements.get(name, column)}")
+    parameters = "texts, fields, finish_reasons" if is_batched else "text, fields"
+    parameters += ", messages" * ("prompts" in signature.parameters)
+    called = getattr(function, "__name__", "")
+    called = called if called.isidentifier() else "reward"
+    return f"lambda {parameters}: {called}({', '.join(arguments)})"
+
+
+_REWARDS = _RewardRegistry(
     "reward.name", ("text", "fields", "finish_reason"), "reward.settings", OPTIONAL, 1
 )
 _BUILT_IN = ("code", "length", "math", "remote", "text")  # modules that register rewards

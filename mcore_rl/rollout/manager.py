@@ -120,7 +120,7 @@ class RolloutPool:
             top_p=self.config.top_p,
             top_k=self.config.top_k,
             stop=tuple(self.config.stop),
-            max_tokens=self.config.max_response_tokens,
+            max_tokens=self.config.response_limit,
             seed=draw_first_seed(self.seed),  # agent loops add group id times n plus index
         )
 

@@ -573,7 +573,7 @@ def _get_sampling(model: ServedModel) -> SamplingParams:
         temperature=servers.temperature,
         top_p=servers.top_p,
         top_k=servers.top_k,
-        max_tokens=servers.max_response_tokens,
+        max_tokens=servers.response_limit,
     )
 
 

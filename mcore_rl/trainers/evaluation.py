@@ -98,9 +98,10 @@ class SupervisedEvaluation:
         return prefix_eval_metrics(metrics)
 
     def _list_batches(self, name: str) -> Iterator[Batch]:
-        """Yield all rows of a set, or eval_samples, a training batch at a time."""
+        """Yield all rows of a set, or eval_samples at most, a training batch at a time."""
         examples, size = self.sets[name], self.config.trainer.batch_size
-        rows = list(range(self.config.trainer.eval_samples or len(examples)))
+        num = min(self.config.trainer.eval_samples or len(examples), len(examples))
+        rows = list(range(num))
         with ACTIVITY.count(len(rows), f"rows of {name}") as show_count:
             for start in range(0, len(rows), size):
                 show_count(start)

@@ -221,10 +221,6 @@ BAD_SETTINGS = {
         {"trainer.prompts_per_step": "24"},
         ["trainer.prompts_per_step=24", "data.train_file='train.parquet' has 20 rows"],
     ),
-    "more evaluated than rows": (
-        {"trainer.prompts_per_step": "20", "trainer.eval_samples": "21"},
-        ["trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows"],
-    ),
     "no training": (
         WARM_START | {"trainer.num_steps": "0"},
         ["trainer.num_steps=0", "allowed: at least 1"],

@@ -113,6 +113,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"settings": {"rollout": {"tp": 2}}}, "rollout is a group of settings; set one of: "),
         ({"reward": 3}, "reward.name='3' is unknown; allowed: "),
         (
+            {"reward": lambda completions, **columns: [1.0] * len(completions)},
+            "reward.name='<python>:function' takes (completions, **columns), as rewards of TRL; "
+            "allowed: lambda texts, fields, finish_reasons: reward(completions=texts) (docs/",
+        ),
+        (
             {"data": 3},
             "data.train_file is a int; allowed: a file or folder, an import path, a list",
         ),

@@ -142,7 +142,7 @@ class Workload:
 
 def choose_tokens_per_entry(config: RLConfig) -> int:
     """Return the tokens that an entry stands for: few enough that lengths are hardly rounded."""
-    return max(1, min(_MOST_PER_ENTRY, config.rollout.max_response_tokens // 256))
+    return max(1, min(_MOST_PER_ENTRY, config.rollout.response_limit // 256))
 
 
 _NUM_DRAWN = 2048  # lengths that a prediction is made for
@@ -165,7 +165,7 @@ def predict_times(
         model: config.json of the policy.
         sync_bytes: See `predict_step`.
     """
-    longest = config.rollout.max_response_tokens
+    longest = config.rollout.response_limit
     drawn = np.minimum(lengths.draw([0], _NUM_DRAWN), longest)
     planned = generation.Lengths(
         float(drawn.mean()), longest, prompt=prompt_tokens, values=tuple(drawn.tolist())

@@ -306,7 +306,7 @@ def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monke
     assert config.data.sets == {"test": str(folder / "task" / "test.parquet")}
     assert (config.data.max_prompt_tokens, config.rollout.max_response_tokens) == (64, 32)
     options = chat.build_parser().parse_args(talked[2:])
-    assert (options.model, options.kv_cache_bytes) == (str(folder), 80 << 20)
+    assert (options.model, options.kv_cache_bytes) == (str(folder), None)
 
 
 def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_named():

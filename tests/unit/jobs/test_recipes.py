@@ -69,8 +69,10 @@ def model_of(name: str) -> HFConfig:
 
 
 @cache
-def plan_of(name: str, *overrides: str) -> MemoryPlan:
-    return plan_memory(composed(name, *overrides), model_of(name), Conditions())
+def plan_of(name: str, *overrides: str, hardware: str = "h100") -> MemoryPlan:
+    """Plan a recipe on GPUs whose memory bounds its KV cache."""
+    conditions = Conditions(memory_bytes=MemoryLimit.parse(hardware).memory_bytes)
+    return plan_memory(composed(name, *overrides), model_of(name), conditions)
 
 
 @cache
@@ -148,11 +150,12 @@ def test_the_table_of_the_page_has_the_time_of_a_step(name):
 def test_what_the_page_says_of_fewer_or_larger_gpus_is_true():
     h100, h200 = (MemoryLimit.parse(name).memory_bytes for name in ("h100", "h200"))
     one_node = "actor.layout.dp=8", "rollout.num_servers=4"
-    assert h100 < plan_of("qwen3_30b_a3b", *one_node).worst.total < h200
+    assert h100 < plan_of("qwen3_30b_a3b", *one_node, hardware="h200").worst.total < h200
+    assert h100 < plan_of("qwen3_30b_a3b", *one_node).worst.total
     offloaded = plan_of("qwen3_30b_a3b", *one_node, "actor.optimizer.cpu_offload=true")
     assert offloaded.worst.total < h100
     half = "actor.layout.dp=4", "actor.layout.ep=8", "rollout.num_servers=4"
-    assert h100 < plan_of("dsv3_671b", *half).worst.total < h200
+    assert h100 < plan_of("dsv3_671b", *half, hardware="h200").worst.total < h200
 
 
 @each_recipe
@@ -171,7 +174,8 @@ def test_a_recipe_keeps_tensor_parallel_groups_on_a_node_and_all_gpus_busy(name)
         samples / layout.dp * longest / 3 / (config.actor.max_tokens_per_micro_batch * layout.cp)
     )
     assert packs > 4 * layout.pp
-    cached = rollout.kv_cache_bytes / 2 / count_kv_elements_per_token(model_of(name), rollout.tp)
+    cache_bytes = get_worst(plan_of(name), "rollout: generate").kinds["KV cache"]
+    cached = cache_bytes / 2 / count_kv_elements_per_token(model_of(name), rollout.tp)
     assert cached / (longest / 3) > 48
     assert samples / rollout.num_servers <= rollout.max_num_seqs
 

@@ -123,6 +123,18 @@ def test_a_setting_that_the_program_has_had_only_since_is_no_other_run(tmp_path,
     assert "warm_start.optimizer.max_skipped_steps=0 (was None)" in capsys.readouterr().out
 
 
+def test_a_run_goes_on_with_a_column_that_has_its_usual_name_or_none(tmp_path, capsys):
+    usual, unnamed, other = config(tmp_path), config(tmp_path), config(tmp_path)
+    usual.data.prompt_column, usual.data.answer_column = "messages", "answer"
+    other.data.prompt_column = "prompt"
+    for saved_config, resumed in ((usual, unnamed), (unnamed, usual)):
+        _check_settings(resumed, RunCheckpoint(tmp_path, 2, {"settings": asdict(saved_config)}))
+        assert "settings that differ" not in capsys.readouterr().out
+    for saved_config, resumed in ((other, unnamed), (unnamed, other), (other, usual)):
+        with pytest.raises(ConfigError, match=r"data\.prompt_column=.*; allowed: the same"):
+            _check_settings(resumed, RunCheckpoint(tmp_path, 2, {"settings": asdict(saved_config)}))
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

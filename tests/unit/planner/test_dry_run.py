@@ -436,7 +436,7 @@ def test_a_frozen_model_without_weights_or_tokenizer_is_refused(place, monkeypat
         ("actor.layout.ep=4", "the smallest actor.layout.dp that fits: 2"),
         ("data.train_file=no.parquet", "data.train_file='no.parquet' does not exist"),
         ("trainer.prompts_per_step=21", "trainer.prompts_per_step=21: data.train_file='train.pa"),
-        ("trainer.eval_samples=21", "data.test_file='test.parquet' has 20 rows; allowed: up to"),
+        ("rollout.max_response_tokens=449", "64 and rollout.max_response_tokens=449 make 513; all"),
         ("warm_start.batch_size=21", "warm_start.batch_size=21: warm_start.train_file="),
         ("output_dir=train.parquet", "output_dir='train.parquet' cannot be made"),
     ],
@@ -445,6 +445,18 @@ def test_what_a_run_would_be_refused_for_a_dry_run_is(place, monkeypatch, capfd,
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, setting)
     assert (status, out, err.count("\n")) == (2, "", 1)
     assert message in err
+
+
+def test_lengths_and_rows_that_no_setting_decides_follow_model_and_data(place, monkeypatch, capfd):
+    unset = [word for word in SETTINGS if "_tokens=" not in word]
+    status, out, err = dry_run(monkeypatch, capfd, *unset, "trainer.eval_samples=21")
+    assert status == 0 and " sequences of 512 tokens" in out, err
+    assert err == (
+        "data.max_prompt_tokens=256: the model has 512 positions\n"
+        "rollout.max_response_tokens=256: the model has 512 positions\n"
+        "mcore-rl: warning: trainer.eval_samples=21: data.test_file='test.parquet' has 20 rows, "
+        "and all are taken\n"
+    )
 
 
 USED = [

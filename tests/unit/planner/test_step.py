@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
@@ -362,6 +363,29 @@ def test_a_longer_pipeline_is_chosen_for_less_memory() -> None:
     tight = search_layouts(config, read_model({"model": "Qwen3-8B"}), small, 16, LENGTHS).best[0]
     assert tight.training_bytes < roomy.training_bytes
     assert tight.step.step_s > roomy.step.step_s
+
+
+def test_layouts_without_a_tenth_of_the_memory_to_spare_come_after_slower_ones() -> None:
+    config, model = build_config("Qwen3-8B", "sync", "shared"), read_model({"model": "Qwen3-8B"})
+    device = replace(H100, memory_bytes=44_000_000_000)
+    best = search_layouts(config, model, device, 2, LENGTHS).best
+    sizes = [max(candidate.training_bytes, candidate.serving_bytes) for candidate in best]
+    has_margin = [size <= 0.9 * 44e9 for size in sizes]
+    assert has_margin == [candidate.has_margin for candidate in best]
+    assert {*has_margin} == {True, False} and has_margin == sorted(has_margin, reverse=True)
+    times = [candidate.step.step_s for candidate in best]
+    assert min(times) < times[0] == min(itertools.compress(times, has_margin))
+
+
+def test_plan_layout_marks_layouts_without_a_margin(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_model({"model": "Qwen3-8B"})))
+    device = replace(H100, memory_bytes=44_000_000_000)
+    (tmp_path / "small.yaml").write_text(device.to_yaml())
+    words = ["recipe=qwen3_8b", f"model.path={tmp_path}", "--devices=2"]
+    main(["layout", *words, f"--hardware={tmp_path}/small.yaml"])
+    assert "after all others" in capsys.readouterr().out
 
 
 def test_layouts_for_the_hardware_of_a_cpu_are_planned_without_cuda() -> None:

@@ -83,7 +83,7 @@ def test_an_update_takes_what_that_of_an_actor_takes_with_the_same_rows():
     run.model, run.actor = config.model, config.engine
     run.placement.rollout = "own"
     run.trainer.prompts_per_step, run.algorithm.group_size = 16, 4
-    longest = config.data.max_tokens
+    longest = config.data.token_limit
     run.data.max_prompt_tokens, run.rollout.max_response_tokens = 1, longest - 1
     [expected] = [m for m in plan_memory(run, model, Conditions()).moments if "update" in m.name]
     [moment] = plan_supervised_memory(config, model, Conditions()).moments

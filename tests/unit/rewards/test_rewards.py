@@ -173,3 +173,42 @@ def test_an_unknown_reward_names_the_setting_and_what_is_allowed():
         ConfigError, match=r"reward\.name='nope'.*allowed: choice, code, cosine, final_n"
     ):
         get_reward("nope")
+
+
+def score_words(completions, prompts, answer, **columns):
+    """Score as rewards of TRL do: a list of all completions, and lists of columns."""
+    are_questions = [prompt[0]["content"] == "how many?" for prompt in prompts]
+    lengths = [
+        len(text.split()) == number for text, number in zip(completions, answer, strict=True)
+    ]
+    return [float(score) for score in map(min, are_questions, lengths)]
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """Score as rewards of verl do: one response."""
+    return float(data_source == "math" and solution_str == ground_truth == extra_info["answer"])
+
+
+@pytest.mark.parametrize(
+    ("function", "framework", "arguments", "result"),
+    [
+        (
+            score_words,
+            "TRL",
+            (["two words", "three words here"], [{"answer": 2}, {"answer": 2}], ["stop"] * 2),
+            [1.0, 0.0],
+        ),
+        (compute_score, "verl", ("7", {"answer": "7", "data_source": "math"}), 1.0),
+    ],
+)
+def test_a_reward_of_another_framework_is_refused_with_a_call_that_works(
+    function, framework, arguments, result
+):
+    name = f"{__file__}:{function.__name__}"
+    with pytest.raises(ConfigError, match=f"as rewards of {framework}; allowed: ") as raised:
+        get_reward(name)
+    written = re.search(r"allowed: (lambda .*\)) \(docs/", str(raised.value))[1]
+    call = eval(written, {function.__name__: function})
+    messages = [[{"role": "user", "content": "how many?"}]] * 2
+    more = {"messages": messages} if framework == "TRL" else {}
+    assert call(*arguments, **more) == result

@@ -215,7 +215,7 @@ def build_evaluation(objective, recorded=None, *, num_steps=5, **settings) -> Su
     steps = StepsConfig(num_steps=num_steps, batch_size=2, eval_samples=3)
     config = SFTConfig(trainer=steps, evaluation=HeldOutConfig(**settings))
     return SupervisedEvaluation(
-        config, objective, {"a": Rows(4), "b": Rows(3)}, recorded.__setitem__
+        config, objective, {"a": Rows(4), "b": Rows(2)}, recorded.__setitem__
     )
 
 
@@ -233,10 +233,10 @@ def test_a_loop_reports_held_out_losses_by_set_in_the_row_of_their_step():
     made = build_evaluation(objective, recorded, num_steps=2, every=1)
     batches = iter([Batch.collate([EXAMPLE])] * 2)
     supervised.train(objective, batches, 2, rows.__setitem__, None, made)
-    assert rows[1]["eval/a/loss"] == 2 and rows[2]["eval/b/loss"] == 8
+    assert rows[1]["eval/a/loss"] == 2 and rows[2]["eval/b/loss"] == 6
     assert rows[1]["time/evaluate_s"] >= 0
-    assert recorded == {"after": {"a": {"loss": 6.0}, "b": {"loss": 8.0}}}
-    assert objective.sizes == [2, 1] * 4  # eval_samples, a training batch at a time
+    assert recorded == {"after": {"a": {"loss": 5.0}, "b": {"loss": 6.0}}}
+    assert objective.sizes == [2, 1, 2] * 2  # 3 of 4 rows and all of 2, a batch at a time
     assert objective.shown[:2] == [
         "step 1: evaluate 0/3 rows of a",
         "step 1: evaluate 2/3 rows of a",
