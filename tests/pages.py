@@ -20,6 +20,7 @@ KINDS = {
     "completion": (r'eval "\$\(mcore-rl completion bash\)"', "cli/test_completion"),
     "toy agents": (r"mcore-rl rl recipe=toy_\w+", "e2e/test_toy_agents"),
     "training": (r"(mcore-rl rl|bash launch/quickstart.sh)\b.*", "e2e/test_page_jobs"),
+    "tutorials": (r"python train\.py( [\w/]+)?", "e2e/test_page_jobs"),
     "examples": (r"(torchrun .*)?mcore-rl (sft|dpo|rm) .*", "e2e/test_train_jobs"),
     "evaluation": (r"mcore-rl eval .*", "e2e/test_eval"),
     "chat": (r"mcore-rl chat .*", "e2e/test_chat"),

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.e2e.test_resume import ONE_RANK
 from tests.nightly import nightly
-from tests.pages import ROOT, Command, select_commands
+from tests.pages import ROOT, Command, list_commands, select_commands
 from tests.unit.repo.test_docs import write_recipes
 
 BIN = Path(sys.executable).parent
@@ -64,6 +64,24 @@ def test_a_job_of_a_page_trains(settings, user_task_settings, tmp_path, monkeypa
     rows = [json.loads(line) for line in Path("out/metrics.jsonl").read_text().splitlines()]
     assert len([row for row in rows if "reward" in row]) == 2
     assert Path("out/checkpoint/model.safetensors").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("page", [command.page for command in select_commands("tutorials")])
+def test_a_tutorial_raises_its_reward_from_an_empty_folder(page, tmp_path):
+    write_recipes((ROOT / page).read_text(), tmp_path)
+    for command in list_commands(ROOT / page):
+        if command.needs:
+            continue
+        program, *words = shlex.split(command.text)
+        done = subprocess.run(
+            [BIN / program, *words], cwd=tmp_path / "here", capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr + done.stdout
+    metrics = tmp_path / "here/outputs/mine/metrics.jsonl"
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert rewards[-1] > rewards[0] + 0.1
 
 
 # test_kill.py has a job with losses and advantages in files of the user.

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import runpy
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+import mcore_rl
 from mcore_rl.agents.chat_template.codec import ChatMessage, ParsedTurn, ToolSpec
 from mcore_rl.agents.environments.base import EnvironmentStep
 from mcore_rl.agents.loops import Agent, Task
@@ -386,6 +389,30 @@ def test_the_code_of_the_page_runs(page):
     call_text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
     [sample], policy = run([call_text, "42"], config)
     assert "20 degrees celsius in Oslo" in text_of(policy.prompts[1])
+
+
+def test_the_tool_and_the_reward_of_the_tutorial_work(tmp_path, monkeypatch):
+    """Its script is run without a model; a call that fails is answered as the page says."""
+    write_recipes((ROOT / "docs" / "tutorial_agent.md").read_text(), tmp_path)
+    runs: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mcore_rl, "grpo", lambda *args, **options: runs.append((args, options)))
+    script = runpy.run_path(str(tmp_path / "here" / "train.py"))
+    [((_, score, rows), options)] = runs
+    assert rows[9] == {"prompt": "What is 32*41?", "answer": "1312"}
+    config = mcore_rl.load_recipe(
+        "", *(f"{k}={v}" for k, v in options["settings"].items() if k != "agent.tools")
+    )
+    tools = [f"{tmp_path / 'here' / 'train.py'}:calculator"]
+    [sample], policy = run(
+        [call("6*seven"), call("6*7"), "#### 42"], replace(config.agent, tools=tools)
+    )
+    answers = [text_of(prompt) for prompt in policy.prompts[1:]]
+    assert "Error: ValueError: invalid literal" in answers[0]
+    assert "<tool_response>\n42\n" in answers[1]
+    assert (sample.status, len(policy.prompts)) == ("finished", 3)
+    expected = {"reward": pytest.approx(0.9), "right": True, "calls": 2}
+    assert score("#### 42", {"answer": "42"}, "stop", ["", "", "#### 42"]) == expected
+    assert script["calculator"]("12*34") == "408"
 
 
 def test_a_slow_reward_takes_no_time_of_its_trajectory():

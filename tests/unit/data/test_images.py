@@ -5,25 +5,32 @@ from __future__ import annotations
 import base64
 import io
 import json
+import runpy
+import sys
 import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
+import mcore_rl
+from mcore_rl.config.describe import list_setting_names
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.config.schema import ConversationsConfig, DataConfig
+from mcore_rl.config.schema import ConversationsConfig, DataConfig, RLConfig
 from mcore_rl.data.datasets import load_prompts, load_supervised
 from mcore_rl.data.examples import load_chats, load_conversations
-from mcore_rl.data.image_files import ImageError, inspect_image, read_data_url
+from mcore_rl.data.image_files import ImageError, decode_image, inspect_image, read_data_url
 from mcore_rl.data.images import ImageStore, ImageTokens, RowImages, load_row_images
 from mcore_rl.data.tokenizer import load_tokenizer
 from tests import tiny_vision
 from tests.odd_files import make_odd_file
+from tests.pages import ROOT
+from tests.unit.repo.test_docs import write_recipes
 
 PAD = tiny_vision.get_special_id("<|image_pad|>")
 
@@ -254,6 +261,22 @@ def test_images_without_their_setting_are_refused_or_named(model, tmp_path):
     path = write(tmp_path / "rows.jsonl", {"prompt": user("?"), "images": [to_url(RED)]})
     *_, line = load_prompts(path, DataConfig(), tokenizer).describe_columns()
     assert "prompts are text alone: column 'images' is not read" in line
+
+
+def test_the_rows_of_the_tutorial_have_their_pictures(model, tmp_path, monkeypatch):
+    write_recipes((ROOT / "docs" / "tutorial_images.md").read_text(), tmp_path)
+    runs: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(mcore_rl, "grpo", lambda *args, **options: runs.append((*args, options)))
+    monkeypatch.setattr(sys, "argv", ["train.py", "pictures/model"])
+    runpy.run_path(str(tmp_path / "here" / "train.py"))
+    [(_, _, rows, options)] = runs
+    assert set(options["settings"]) <= set(list_setting_names(RLConfig))
+    path = write(tmp_path / "rows.jsonl", *({"prompt": row["messages"]} for row in rows[:2]))
+    prompts, images = load(model, path)
+    for row in range(2):
+        [digest] = prompts[row].images
+        red, green, blue = decode_image(images.store.read(digest)).getpixel((5, 5))
+        assert (red > 200, green > 100, blue) == ((True, False, 0), (False, True, 0))[row]
 
 
 def test_a_damaged_file_is_an_error_when_its_row_is_drawn(model, tmp_path):

@@ -22,33 +22,6 @@ SCRIPTS = sorted((ROOT / "launch").glob("*.sh"))
 JOBS = [path for path in SCRIPTS if path.name.startswith("run_")]
 
 
-# For each row of the table of failures: what the program says of it, and the test that makes it.
-TROUBLES = {
-    "this is a job of SLURM's": "unit/repo/test_launch.py",
-    " is not there": "e2e/test_slurm.py",
-    "there is neither pyxis in srun nor apptainer": "unit/repo/test_launch.py",
-    "the nodes are not fit for a run": "e2e/test_slurm.py",
-    "cannot be had": "e2e/test_slurm.py",
-    "no node runs Ray: what was to start it has ended": "unit/repo/test_launch_ends.py",
-    "did not join": "e2e/test_slurm.py",
-    "does not see": "unit/controller/test_node.py",
-    "has no IPv4 address": "e2e/test_slurm.py",
-    "has another token": "e2e/test_launch.py",
-    "where no Ray cluster answers": "e2e/test_bad_input.py",
-    "has too little of what": "e2e/test_ends.py",
-    "devices of one node": "unit/controller/test_worker_group.py",
-    "is in use by": "e2e/test_bad_input.py",
-    "is of another run": "unit/jobs/test_resume.py",
-    "died": "e2e/test_slurm.py",
-    "killed or has crashed": "unit/controller/test_process_cleanup.py",
-    "died, and the run with": "unit/controller/test_process_cleanup.py",
-    "has not answered in": "e2e/test_kill.py",
-    "no checkpoint: ": "e2e/test_resume.py",
-    "is left out: ": "unit/checkpoint/test_run_checkpoints.py",
-    "ended twice": "e2e/test_slurm.py",
-}
-
-
 def read_sbatch_option(script: Path, option: str) -> str:
     match = re.search(rf"^#SBATCH --{option}=(\S+)$", script.read_text(), re.MULTILINE)
     return match[1] if match else ""
@@ -211,17 +184,6 @@ def test_jobs_that_start_at_one_moment_have_logs_of_their_own(tmp_path):
     script = f"nodes=(n1) overrides=() output='{tmp_path}/o p'\nopen_logs\necho $logs"
     out = run_library(script, tmp_path, LATE=f"{tmp_path}/o p/logs/attempt_1")
     assert out.endswith("/o p/logs/attempt_2\n")
-
-
-def test_a_test_makes_each_failure_of_the_table():
-    table = (ROOT / "docs/cluster.md").read_text().partition("\n## Troubleshooting\n")[2]
-    rows = [line.split(" | ")[0] for line in table.splitlines() if line.startswith("| `")]
-    assert len(rows) == len(TROUBLES) >= 15
-    program = [*SCRIPTS, *(ROOT / "mcore_rl").rglob("*.py")]
-    sources = "".join(file.read_text() for file in program)
-    for row, (words, test) in zip(rows, TROUBLES.items(), strict=True):
-        assert words in row and words in sources, row
-        assert words in (ROOT / "tests" / test).read_text(), (row, test)
 
 
 def test_what_watches_ray_beside_the_driver_leaves_nothing_when_the_driver_has_ended(tmp_path):

@@ -18,7 +18,7 @@ from tests.unit.rewards.judging import compute_rewards, compute_rewards_with, re
 
 PAGE = (ROOT / "docs" / "rewards.md").read_text()
 BLOCKS = FENCE.findall(PAGE)
-TABLES = PAGE.partition("| Here |")[0]
+TABLES = PAGE.partition("## Mathematics")[0]
 ROWS = dict(re.findall(r"^\| `(\w+)` \|.*\| (.*) ?\|$", TABLES, re.MULTILINE))
 
 

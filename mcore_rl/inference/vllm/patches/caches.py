@@ -1,6 +1,16 @@
 """Patches of vLLM's caches: none outlives the weights that filled it, or exceeds its GPU.
 
 Those of prefixes and pixels run in the engine's process. Upstream lines are those of vLLM 0.32.
+
+What an update, an update in flight and a sleep do (tests/e2e/test_server_caches.py):
+prefixes (keys and values, states of linear attention, drafts): emptied; in flight running requests
+    keep their blocks, which no other reads; after a sleep kept requests compute theirs again.
+recorded experts: emptied; in flight kept for running requests; emptied.
+encoder cache (embeddings by picture): emptied each time.
+processor cache (pixels by picture): stays; stays; emptied. Those of a running request are kept.
+adapters: the last version is dropped; refused; stay.
+values derived from weights (absorbed, packed, float8): computed again; computed again; freed.
+A cancelled request leaves full blocks, and all caches but its own pixels.
 """
 
 from __future__ import annotations
