@@ -177,9 +177,9 @@ class DraftCounts:
 class GenerationServer(ABC):
     """A server of one model, in the process of a Ray actor. All calls come from one event loop.
 
-    A call raises StateError in a state that does not allow it (inference/lifecycle.py). `_lifecycle`
-    and `_request_gate` do so: a call runs inside `run_request`, `run_alone` or `run_beside_requests`
-    of the gate.
+    A call raises StateError in a state that does not allow it (inference/lifecycle.py).
+    `_lifecycle` and `_request_gate` do so: a call runs inside `run_request`, `run_alone` or
+    `run_beside_requests` of the gate.
 
     Attributes:
         engine_name: Name in errors: "... has died".
