@@ -244,7 +244,7 @@ def list_nav_pages(entries: list[Any]) -> Iterator[str]:
 
 def test_the_navigation_of_the_site_has_each_page_once():
     nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
-    assert len(nav) == 6
+    assert len(nav) == 7
     assert sorted(list_nav_pages(nav)) == sorted(p.name for p in PAGES if p.parent.name == "docs")
 
 
