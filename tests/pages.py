@@ -14,6 +14,11 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 # Kinds of commands, and the file of the tests that runs all commands of the kind. A command of no
 # kind says on its page what it needs that machines of tests lack: `COMMAND   # needs GPUs`.
 KINDS = {
+    "laptop": (
+        r"python (first|warmer|own)\.py|(ls|mcore-rl (report|samples)|echo .* chat) runs/.*|"
+        r"export PATH=.*|mkdir .*",
+        "e2e/test_page_jobs",
+    ),
     "new algorithm": (r"mcore-rl .*\branked.yaml.*|python -m pytest .*", "e2e/test_page_jobs"),
     "prints": (r"mcore-rl (--version|rl .*--(help|list-recipes|print-config).*)", "repo/test_docs"),
     "dry run": (r"mcore-rl rl .*--dry-run.*", "repo/test_docs"),
@@ -32,6 +37,7 @@ KINDS = {
     "conversion": (r"mcore-rl convert .*|echo \w+ > .*", "dist_cpu/test_convert_docs"),
     "parity": (r"mcore-rl verify parity .*", "e2e/test_page_jobs"),
     "package": (r"pip (wheel|install) .*", "repo/test_package"),
+    "launch plan of a model": (r"bash launch/run_dsv3.sh --dry-run .*", "repo/test_launch"),
     "launch plan": (r"bash launch/run_tiny.sh --dry-run", "repo/test_launch"),
     "plan": (r"mcore-rl plan reshard .*", "tools/test_plan_reshard"),
     "calibration": (
@@ -45,9 +51,10 @@ KINDS = {
     "data plane": (r"mcore-rl bench data-plane\b.*", "benchmarks/test_data_plane"),
     "kernels": (r"python benchmarks/csrc_kernels.py", "repo/test_csrc"),
     "tests": (r"pytest\b.*", "repo/test_lanes"),
+    "set-up": (r"bash launch/setup_env.sh", "repo/test_pages"),  # by tests/run.sh
     "ci": (r"bash tests/run.sh.*", "repo/test_pages"),  # by .ci/run
 }
-NEEDS = {"GPUs", "a cluster", "an index of images", "TRL 1.16", "verifiers 0.4"}
+NEEDS = {"GPUs", "a cluster", "a network", "an index of images", "TRL 1.16", "verifiers 0.4"}
 
 
 @dataclass(frozen=True, slots=True)

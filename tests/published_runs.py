@@ -170,8 +170,8 @@ def plan_run_memory(index: int) -> MemoryPlan:
 def format_memory_table() -> str:
     """Return the table of docs/planning.md."""
     lines = [
-        "| System | Model | GPUs | Published | Predicted GB | Fullest moment | Source |",
-        "|---|---|---|---|---|---|---|",
+        "| System | Model | GPUs | Published | Predicted GB | Fullest moment |",
+        "|---|---|---|---|---|---|",
     ]
     for index, run in enumerate(RUNS["memory"]):
         worst = plan_run_memory(index).worst
@@ -179,7 +179,7 @@ def format_memory_table() -> str:
         lines.append(
             f"| {run['system']} | {run['name']} | {run['gpus']} {run['hardware']} | "
             f"{'ran' if run['fits'] else 'out of memory'} | {worst.total / 1e9:.1f} of "
-            f"{limit / 1e9:.1f} | {worst.name} | {run['source']} |"
+            f"{limit / 1e9:.1f} | {worst.name} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -187,15 +187,14 @@ def format_memory_table() -> str:
 def format_tables() -> str:
     """Return the two tables of docs/planning_step.md."""
     lines = [
-        "| Model | GPUs | Products | Layout | Published | Predicted | Ratio | Source |",
-        "|---|---|---|---|---|---|---|---|",
+        "| Model | GPUs | Products | Published | Predicted | Release |",
+        "|---|---|---|---|---|---|",
     ]
     for run in RUNS["training"]:
-        predicted, axes = predict_tokens_per_s(run), run["layout"]
-        layout = " ".join(f"{axis}={size}" for axis, size in axes.items()) or "dp"
+        ratio = predict_tokens_per_s(run) / run["tokens_per_s"]
         lines.append(
-            f"| {run['name']} | {run['gpus']} {run['hardware']} | {run['dtype']} | {layout} | "
-            f"{run['tokens_per_s']} | {predicted:.0f} | {predicted / run['tokens_per_s']:.2f} | "
+            f"| {run['name']} | {run['gpus']} {run['hardware']} | {run['dtype']} | "
+            f"{run['tokens_per_s']} | x {ratio:.2f} | "
             f"{run['source'].replace('bridge_', '').replace('_', '.')} |"
         )
     lines += [

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 ABOUT_STEP = """\
 Seconds of each part of a step, from settings and config.json: generation, log-probs, update by
-cause, weight sync, idle time. Needs no weights, data or GPU; formulas: docs/planning_step.md.
+cause, weight sync, idle time. Needs no weights, data or GPU: docs/planning_step.md.
 Takes the settings of mcore-rl rl, or of --job."""
 ABOUT_LAYOUT = """\
 The ten fastest layouts of trainer and servers that fit a cluster, with what decides the place of
@@ -368,7 +368,10 @@ def _print_layouts(result: SearchResult) -> None:
             f"of it {exceeding.largest}; an update would take {exceeding.step_s:.1f} s",
             soft_wrap=True,
         )
-    console.print(f"\n{' '.join(result.best[0].overrides)}", soft_wrap=True)
+    # Lists are in brackets, which would be markup.
+    console.print(
+        f"\n{' '.join(result.best[0].overrides)}", markup=False, highlight=False, soft_wrap=True
+    )
 
 
 def _build_json(result: SearchResult) -> dict[str, Any]:

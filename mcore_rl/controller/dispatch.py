@@ -17,6 +17,10 @@ the method `reads`. Of the batch that it returns, the columns that it `writes` g
 Another mode is declared like those of `Dispatch`, in any module. Its type says what a group's call
 returns: `Joined[int]`, or the same as a mode of `Dispatch`.
 
+    def send_to_odd_ranks(mesh, args, kwargs):
+        odd = tuple(range(1, mesh.world_size, 2))
+        return [CallPart(ranks=odd, output_rank=None, args=args, kwargs=kwargs)]
+
     ODD_RANKS: DispatchMode[OfEachRank] = DispatchMode(send_to_odd_ranks, list_by_rank)
 """
 

@@ -475,6 +475,7 @@ def list_next_commands(folder: Path, config: RLConfig | TrainConfig) -> list[lis
 
 def _list_commands(folder: Path, config: RLConfig | TrainConfig) -> Iterator[list[str]]:
     """Yield the words of each command after mcore-rl."""
+    yield ["report", str(folder)]
     if isinstance(config, RMConfig):
         yield ["rl", "recipe=MINE.yaml", f"reward_model.model_path={folder / CHECKPOINT}"]
         return

@@ -4,7 +4,10 @@ Two sets of modules are counted. "te" are the fused modules of Transformer Engin
 arXiv:2205.05198 (section 4). "torch" are the modules of engine/megatron/layers.py, whose stored
 tensors are listed one by one; tests/dist_cpu/test_roles.py compares them with measured peaks.
 
-docs/planning.md has the formulas.
+Everything but rotary angles is divided by tp, since sequence parallelism splits the rest. Kernels
+store no attention weights; of a token sent to an expert the products store inputs and the
+activation its own (Megatron-core, TEGroupedMLP and WeightedSwiGLUFunction). A pass of log-probs
+stores nothing, and has one layer.
 """
 
 from __future__ import annotations

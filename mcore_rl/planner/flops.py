@@ -2,6 +2,9 @@
 
 Matrices come from the weight rules of the model's family and sizes of attention from its
 TransformerConfig arguments, so a family of a user's own needs no code for it. No weights are read.
+
+A token passes each matrix of the weight rules once, an expert's with probability k / E: 2 flops an
+element. Attention has 2 (query dims + value dims) flops a head and pair.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The modules are those of transformers. What they store is listed tensor by tensor; other layers than
 those of `_HAS_HEAD_NORMS` are not counted. tests/dist_cpu/test_roles.py compares the counts with
-measured peaks; docs/planning.md has the formulas.
+measured peaks. Weights, gradients and moments are float32, divided over the ranks of a replica.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Search of layouts: the fastest of trainer and servers that fit a cluster, by predicted step time.
 
 Trainer and servers are searched apart, for each share of the devices, and then joined. The search
-estimates memory in closed form (docs/planning_step.md); the fastest are then planned as
+estimates memory in closed form (`estimate_training_bytes`); the fastest are then planned as
 `mcore-rl plan memory` does, and those that do not fit are dropped. Estimates are not exact: layouts
 that leave less than a tenth of a device come last. Critic, reward model and
 teachers on the devices of the actor follow its layout.

@@ -1,6 +1,8 @@
 """Memory of a run: every rank by kind and by moment of a step, and hosts.
 
-Pure functions of settings and config.json. docs/planning.md has each formula with its source.
+Pure functions of settings and config.json. Gradients are float32 (Megatron-core, DDP with
+grad_reduce_in_fp32); the optimizer's bytes are those of `get_optimizer_itemsize`, with Adam on the
+host those of HybridDeviceOptimizer.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ from mcore_rl.planner.roles import (
 from mcore_rl.planner.servers import count_graph_bytes, count_workspace_bytes
 from mcore_rl.trainers.device_sharing import ROLLOUT
 
-# Bytes of a process on a GPU beside torch's tensors. Sources: docs/planning.md.
+# Bytes of a process on a GPU beside torch's tensors. Sources: NCCL issue 964 (A100) and issue 1685
+# (H100); the context and the share of fragments are assumptions.
 CONTEXT_BYTES = 600_000_000
 NCCL_PAIR_BYTES, NCCL_GROUP_BYTES = 544 << 20, 688 << 20  # of 2 ranks, of more
 NCCL_EXCHANGE_BYTES = 3_280_000_000  # all-to-all among the 8 GPUs of a node

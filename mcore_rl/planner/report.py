@@ -66,7 +66,7 @@ def describe_verdict(plan: MemoryPlan, device: MemoryLimit, fixes: Sequence[Fix]
 def print_memory(plan: MemoryPlan, conditions: Conditions, console: Console | None = None) -> None:
     """Print the memory of all ranks by moment and kind, that of hosts, and of the KV cache."""
     console = console or get_stdout_console()
-    for line in ("", "GB of a rank, moment by moment (docs/planning.md has the formulas):"):
+    for line in ("", "GB of a rank, moment by moment (docs/planning.md says what is counted):"):
         show_line(line, console)
     sizes = {
         heading: [sum(m.kinds.get(kind, 0) for kind in kinds) for m in plan.moments]

@@ -1,6 +1,8 @@
 """Memory of a generation server's worker beside weights and KV cache: CUDA graphs and workspace.
 
-docs/planning.md has the formulas with their sources.
+Sources: CUDA graphs, vLLM pull request 11349 (0.21 GiB, 16 layers, 35 sizes); attention, the
+default workspace of FlashInfer. On Blackwell vLLM captures graphs of up to 1,024 tokens; those are
+not counted.
 """
 
 from __future__ import annotations

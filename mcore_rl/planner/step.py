@@ -1,6 +1,6 @@
 """Time of each part of an RL step, from a run's settings, for each kind of trainer.
 
-Formulas and their sources: docs/planning_step.md.
+training.py and generation.py predict the parts, with formulas and sources in their docstrings.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory and time of supervised jobs (sft, dpo, rm), from settings and config.json alone.
 
-The formulas are those of RL runs: docs/planning.md, docs/planning_step.md.
+The formulas are those of RL runs: memory.py, training.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,9 @@
 """Time of forward and backward passes and of an update on a layout: rooflines plus communication.
 
-Formulas and their sources: docs/planning_step.md.
+Methods have the formulas. Sources: sequence parallelism, which gathers and scatters around
+attention and MLP, arXiv:2205.05198, section 4.2.2; the ring of keys and values, arXiv:2310.01889;
+the bubble of a pipeline, (pp - 1) / vpp micro-batches of the slowest stage, arXiv:2104.04473,
+section 2.2. A message of n bytes takes latency + n / rate, on NVLink if one domain has the group.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ from mcore_rl.planner.roles import get_optimizer_itemsize
 # and 6).
 ATTENTION_SHARE = 0.6
 # Of the rate of one isolated product, by products in the stream of a training step, where clocks
-# follow the power that all units draw: one value for all models, docs/planning_step.md.
+# follow the power that all units draw: one value for all models, chosen by looking at the runs of
+# docs/planning_step.md.
 SUSTAINED_SHARE = 0.7
 BFLOAT16, FLOAT32 = 2, 4  # bytes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -116,6 +117,48 @@ def test_an_algorithm_in_a_file_of_the_user_runs_as_its_page_says(
         assert row["actor/ratio"] == pytest.approx(1, abs=0.05)
         assert "actor/approx_kl" not in row  # which is of ppo_clip
         assert row["actor/grad_norm"] > 0
+
+
+@pytest.mark.nightly
+def test_the_tutorial_of_a_laptop_is_followed_from_an_empty_folder(user_task_settings, tmp_path):
+    write_tutorial(tmp_path / "saved", user_task_settings)
+    clone, lines = tmp_path / "clone", []
+    clone.mkdir()
+    (clone / ".venv").symlink_to(sys.prefix)
+    for command in select_commands("laptop"):
+        lines.append(command.text)
+        if command.text.startswith("mkdir"):
+            lines.append('[ -z "$(ls)" ] && cp ../saved/*.py .')
+    done = subprocess.run(
+        ["bash", "-euxc", "\n".join(lines)], cwd=clone, capture_output=True, text=True, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    folder = tmp_path / "sums"
+    assert (folder / "runs/first/report.html").is_file() and (folder / "both.html").is_file()
+    temperatures, advantages = [], []
+    for name in ("first", "warmer", "own"):
+        rows = [json.loads(row) for row in (folder / "runs" / name / "metrics.jsonl").open()]
+        assert [row["step"] for row in rows if "reward/alone" in row] == [1, 2]
+        config = json.loads((folder / "runs" / name / "config.json").read_text())
+        temperatures.append(config["rollout"]["temperature"])
+        advantages.append(config["algorithm"]["advantage"])
+    assert temperatures == [1.0, 1.2, 1.0]
+    assert advantages[:2] == ["grpo", "grpo"] and advantages[2].endswith(":compare")
+    assert "model.safetensors" in done.stdout
+
+
+def write_tutorial(folder: Path, user_task_settings: list[str]) -> dict[str, str]:
+    """Write the files of docs/tutorial_laptop.md, for two steps of a tiny model; return them."""
+    model = next(s for s in user_task_settings if s.startswith("model.path=")).partition("=")[2]
+    text = (ROOT / "docs/tutorial_laptop.md").read_text()
+    [name] = re.findall(r'^MODEL = "(.*)"$', text, re.MULTILINE)
+    assert text.count('"trainer.num_steps": 20') == 1
+    text = text.replace(name, model).replace('"trainer.num_steps": 20', '"trainer.num_steps": 2')
+    files = dict(re.findall(r"^```python\n# (\w+\.py)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    folder.mkdir()
+    for file, code in files.items():
+        (folder / file).write_text(code)
+    return files
 
 
 def _longer(model: str) -> Path:

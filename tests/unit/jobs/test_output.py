@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from mcore_rl.checkpoint.run_checkpoints import RunCheckpoint
-from mcore_rl.cli import chat, samples
+from mcore_rl.cli import chat, report, samples
 from mcore_rl.cli.compose import compose_config
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.schema import DPOConfig, EvalConfig, RLConfig, RMConfig, SFTConfig
@@ -296,10 +296,11 @@ def test_a_run_says_how_to_look_at_it_evaluate_it_and_talk_to_it(tmp_path, monke
     monkeypatch.setattr(sys, "argv", [str(tmp_path / "bin/mcore-rl")])  # which is not on PATH
     folder = Path("my run")
     folder.mkdir()
-    shown, evaluated, talked = list_next_commands(folder, quickstart(folder))
-    assert [line[:2] for line in (shown, evaluated, talked)] == [
-        ["bin/mcore-rl", "samples"], ["bin/mcore-rl", "eval"], ["bin/mcore-rl", "chat"]
-    ]  # fmt: skip
+    next_commands = list_next_commands(folder, quickstart(folder))
+    assert {line[0] for line in next_commands} == {"bin/mcore-rl"}
+    assert [line[1] for line in next_commands] == ["report", "samples", "eval", "chat"]
+    drawn, shown, evaluated, talked = next_commands
+    assert report.build_parser().parse_args(drawn[2:]).run == [str(folder)]
     assert samples.build_parser().parse_args(shown[2:]).run == str(folder)
     config = compose_config(EvalConfig, evaluated[2:])
     assert config.model.path == str(folder)
@@ -313,7 +314,7 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
     settings = ["data.test_files={math: m.jsonl, code: c.jsonl}", "data.answer_column=solution"]
     settings += ["reward.name=math", "reward.settings={digits: 3}", "data.train_file=t.jsonl"]
     config = compose_config(RLConfig, settings)
-    evaluated, _ = list_next_commands(Path("out"), config)
+    _, evaluated, _ = list_next_commands(Path("out"), config)
     assert compose_config(EvalConfig, evaluated[2:]).reward.settings == {"digits": 3}
     assert evaluated[3:] == [
         "data.sets.math=m.jsonl", "data.sets.code=c.jsonl", "data.answer_column=solution",
@@ -323,7 +324,7 @@ def test_held_out_sets_and_what_differs_from_the_defaults_of_an_evaluation_are_n
 
 def test_held_out_rows_of_a_python_session_are_named_as_the_users_choice():
     config = compose_config(RLConfig, ["data.test_file=<python>:rows"])
-    evaluated, _ = list_next_commands(Path("out"), config)
+    _, evaluated, _ = list_next_commands(Path("out"), config)
     assert evaluated[3:] == ["data.sets.NAME=FILE"]
 
 
@@ -332,7 +333,7 @@ def test_held_out_rows_of_a_python_session_are_named_as_the_users_choice():
 )
 def test_an_evaluation_has_the_limits_of_images_of_the_run(setting):
     config = compose_config(RLConfig, ["data.images_column=images", setting])
-    evaluated, _ = list_next_commands(Path("out"), config)
+    _, evaluated, _ = list_next_commands(Path("out"), config)
     assert {"data.images_column=images", setting} <= {*evaluated}
 
 
@@ -342,14 +343,18 @@ def test_an_evaluation_has_the_limits_of_images_of_the_run(setting):
 )
 def test_no_evaluation_is_named_that_would_be_another_one(setting):
     config = compose_config(RLConfig, [setting])
-    assert [line[1] for line in list_next_commands(Path("out"), config)] == ["chat"]
+    assert [line[1] for line in list_next_commands(Path("out"), config)] == ["report", "chat"]
 
 
 @pytest.mark.parametrize(
     ("config", "names"),
-    [(SFTConfig(), ["eval", "chat"]), (DPOConfig(), ["eval", "chat"]), (RMConfig(), ["rl"])],
+    [
+        (SFTConfig(), ["report", "eval", "chat"]),
+        (DPOConfig(), ["report", "eval", "chat"]),
+        (RMConfig(), ["report", "rl"]),
+    ],
 )
 def test_training_on_examples_leaves_what_can_be_evaluated_or_what_rewards(config, names):
     next_commands = list_next_commands(Path("out"), config)
     assert [line[1] for line in next_commands] == names
-    assert names != ["rl"] or next_commands[0][3] == "reward_model.model_path=out/checkpoint"
+    assert "rl" not in names or next_commands[1][3] == "reward_model.model_path=out/checkpoint"

@@ -188,7 +188,7 @@ def test_a_cluster_is_shown_from_any_machine(place, monkeypatch, capfd):
     status, out, err = dry_run(monkeypatch, capfd, *SETTINGS, "--gpus-per-node=1")
     assert (status, err) == (0, "")
     for line in (
-        "GB of a rank, moment by moment (docs/planning.md has the formulas):\n",
+        "GB of a rank, moment by moment (docs/planning.md says what is counted):\n",
         "memory: fits, ",
         "nodes of 1 GPUs, filled in their order:\n",
         " node 0: actor 0; reference 0; rollout server 0\n",

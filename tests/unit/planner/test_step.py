@@ -36,7 +36,7 @@ from mcore_rl.planner.layout import (
 from mcore_rl.planner.memory import Conditions, plan_memory
 from mcore_rl.planner.step import StepTime, predict_step
 from mcore_rl.planner.training import Load, TrainingModel
-from tests.pages import Command, select_commands
+from tests.pages import FENCE, ROOT, Command, select_commands
 from tests.published_runs import (
     RUNS,
     format_tables,
@@ -435,13 +435,41 @@ def test_plan_layout_writes_a_recipe_that_a_run_accepts(
     assert resolved.actor.layout.world_size <= 256
 
 
+# Lines of their output that a page may show in the block after that of the command.
+STARTS: dict[str, tuple[str, ...]] = {
+    "memory": ("memory: ",),
+    "step": ("generation ", "update, ", "a step "),
+    "layout": (),
+    "calibrate": (),
+}
+
+
+def list_shown_lines(command: Command) -> list[str]:
+    blocks = [b.replace("\\\n", " ") for _, b in FENCE.findall((ROOT / command.page).read_text())]
+    place = next(i for i, b in enumerate(blocks) if command.text in " ".join(b.split()))
+    return blocks[place + 1].splitlines() if place + 1 < len(blocks) else []
+
+
+ON_PAGES = {command.text: command for command in select_commands("planner")}  # each once
+
+
 @pytest.mark.job
-@pytest.mark.parametrize("command", select_commands("planner"), ids=str)
-def test_commands_of_the_pages_run(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("command", ON_PAGES.values(), ids=str)
+def test_commands_of_the_pages_run_and_print_what_the_pages_show(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(command.text.split()[2:]) == 0
+    words = command.text.split()[2:]
+    assert main(words) == 0
+    printed = capfd.readouterr().out.splitlines()
+    same = [c for c in select_commands("planner") if c.text == command.text]
+    shown = {line for c in same for line in list_shown_lines(c)}
+    assert {line for line in shown if line.startswith(STARTS[words[0]])} <= {*printed}
+    if words[0] == "layout":  # it writes a recipe, which is what the settings to paste make
+        settings = [word for word in words if "=" in word and word[:2] != "--"]
+        [pasted] = [line.split() for line in printed if line.startswith("actor.layout.")]
+        written = compose_config(RLConfig, [f"recipe={words[words.index('--write') + 1]}"])
+        assert compose_config(RLConfig, [*settings, *pasted]) == written
 
 
 @pytest.mark.parametrize(

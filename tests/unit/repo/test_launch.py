@@ -74,11 +74,11 @@ def test_a_dry_run_prints_every_command_and_starts_nothing():
 @pytest.mark.job
 def test_a_dry_run_of_the_published_deepseek_v3_shows_nodes_gpus_and_the_weight_sync():
     """Only its config.json is read, with the quantisation, before there is any data."""
+    (command,) = [c.text for c in select_commands("launch plan of a model")]
     environment = os.environ | {"MCORE_RL_PYTHON": sys.executable, "SLURM_JOB_NODELIST": ""}
     done = subprocess.run(
-        ["bash", ROOT / "launch/run_dsv3.sh", "--dry-run", "model.path=DeepSeek-V3"],
-        env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     for words in (
         "data: not checked: data.train_file is not set\n",

@@ -41,6 +41,11 @@ def test_ci_runs_the_script_that_the_pages_name():
     assert '/../tests/run.sh" --all "$@"' in (ROOT / ".ci/run").read_text()
 
 
+def test_ci_runs_the_set_up_that_the_pages_name():
+    lines = (ROOT / "tests/run.sh").read_text().splitlines()
+    assert {f"{command.text} || exit 1" for command in select_commands("set-up")} <= {*lines}
+
+
 def test_the_kind_of_a_command_follows_from_its_form(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
