@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -33,11 +34,7 @@ from mcore_rl.config.schema import (
     TeacherConfig,
 )
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.datasets import (
-    PromptDataset,
-    load_prompts,
-    load_supervised,
-)
+from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.images import RowImages, load_row_images
@@ -96,7 +93,8 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     tests: dict[str, PromptDataset]  # held-out sets, by name
-    examples: Batch | None  # warm-start examples
+    examples: Batch | None  # warm-start examples: all, or as many as a dry run checks
+    num_examples: int  # rows of warm_start.train_file
     images: RowImages | None = None  # reader of the images of data rows
 
 
@@ -128,8 +126,13 @@ def check_model(config: RLConfig, plan: RunPlan) -> None:
     reader.check(list_logical_tensors(weights))
 
 
-def check_existing_inputs(config: RLConfig, plan: RunPlan) -> Inputs | None:
+def check_existing_inputs(
+    config: RLConfig, plan: RunPlan, num_checked: int | None = None
+) -> Inputs | None:
     """Check the inputs for a dry run, where weights, tokenizer and data may be missing.
+
+    Args:
+        num_checked: Rows of each file to check. None: all.
 
     Returns:
         The inputs; None without a tokenizer or with an unset data source. Data files that are set
@@ -142,7 +145,7 @@ def check_existing_inputs(config: RLConfig, plan: RunPlan) -> Inputs | None:
         check_layouts(config, plan)
     has_files = has_weights(config.model.path) or has_tokenizer(config.model.path)
     if has_files and not list_unset_data(config):
-        return _load_data(config, plan)
+        return _load_data(config, plan, num_checked)
     for setting, name in _list_data_files(config).items():
         if name:
             open_rows(name, setting)
@@ -171,8 +174,7 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
     if exists:
         task = get_task_paths(folder / "task")
     else:
-        make = TASKS[config.task.name]
-        task = make(folder / "task", config.seed, config.task.worked_share)
+        task = TASKS[config.task.name](folder / "task", config.seed, config.task.worked_share)
     return replace(
         config,
         task=replace(config.task, name=""),
@@ -249,7 +251,7 @@ def _list_data_files(config: RLConfig) -> dict[str, str]:
     return files
 
 
-def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
+def _load_data(config: RLConfig, plan: RunPlan, num_checked: int | None = None) -> Inputs:
     """Load tokenizer and data; check them against the model, the reward and the agent loop."""
     is_agent = config.agent.loop != "single_turn"
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date, needs_template=is_agent)
@@ -262,16 +264,17 @@ def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
     images = load_row_images(
         config.data, config.model.path, config.output_dir, config.rollout.max_images
     )
-    inputs = Inputs(
+    load = partial(
+        load_prompt_files,
+        config=config,
         tokenizer=tokenizer,
-        train=load_prompt_files(list_train_files(config.data), config, tokenizer, images),
-        tests={
-            name: load_prompt_files(dict([file]), config, tokenizer, images)
-            for name, file in list_test_files(config.data).items()
-        },
-        examples=_load_examples(config, tokenizer, images),
         images=images,
+        num_checked=num_checked,
     )
+    train = load(list_train_files(config.data))
+    tests = {name: load(dict([file])) for name, file in list_test_files(config.data).items()}
+    examples, num_examples = _load_examples(config, tokenizer, images, num_checked)
+    inputs = Inputs(tokenizer, train, tests, examples, num_examples, images)
     _check_row_counts(config, inputs)
     for prompts in (inputs.train, *inputs.tests.values()):
         check_columns(config.reward, prompts[0].fields)
@@ -285,11 +288,13 @@ def load_prompt_files(
     config: RLConfig,
     tokenizer: PreTrainedTokenizerBase,
     images: RowImages | None = None,
+    num_checked: int | None = None,
 ) -> PromptDataset:
     """Load the prompts of all sources.
 
     Args:
         files: Sources by the setting that names them.
+        num_checked: Rows of each to check. None: all.
     """
     datasets = []
     loop = config.agent.loop
@@ -304,6 +309,7 @@ def load_prompt_files(
             check_chat=check_chat,
             check_answer=check_answer,
             images=images and images.open_beside(name),
+            num_checked=num_checked,
         )
         for line in prompts.describe_columns():
             print(line)
@@ -335,7 +341,7 @@ def _check_row_counts(config: RLConfig, inputs: Inputs) -> None:
         require_rows(f"trainer.eval_samples={num_tests}", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
         size, file = warm.batch_size, f"warm_start.train_file={warm.train_file!r}"
-        require_rows(f"warm_start.batch_size={size}", file, len(inputs.examples), size)
+        require_rows(f"warm_start.batch_size={size}", file, inputs.num_examples, size)
 
 
 def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> None:
@@ -481,16 +487,26 @@ def _check_lengths(config: RLConfig) -> None:
 
 
 def _load_examples(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, images: RowImages | None
-) -> Batch | None:
+    config: RLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: RowImages | None,
+    num_rows: int | None,
+) -> tuple[Batch | None, int]:
+    """Load the examples of all rows, or of the first `num_rows`; return the number of all rows."""
     warm = config.warm_start
     if not warm.num_steps:
-        return None
+        return None, 0
     images = images and images.open_beside(warm.train_file)
     if not warm.response_column:
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        return load_chats(warm.train_file, config.data, longest, tokenizer, images=images)
-    return load_supervised(warm.train_file, config.data, warm.response_column, tokenizer, images)
+        examples = load_chats(warm.train_file, config.data, longest, tokenizer, images, num_rows)
+    else:
+        examples = load_supervised(
+            warm.train_file, config.data, warm.response_column, tokenizer, images, num_rows
+        )
+    if num_rows is None:
+        return examples, len(examples)
+    return examples, len(open_rows(warm.train_file, "warm_start.train_file"))
 
 
 # The frozen models that score: reward model and teachers
