@@ -11,15 +11,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from isal import isal_zlib
 
 from mcore_rl.config.atomic_file import create_file, get_partial_path
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.json_file import read_json_object
 from mcore_rl.config.regular_file import open_regular_fd
+
+if TYPE_CHECKING:
+    import torch
 
 INFO_FILE = "mcore_rl.json"  # written last: without it a checkpoint is incomplete
 # Keys of INFO_FILE: the megatron-core version that wrote it, and the manifest of the other files.
@@ -36,6 +38,8 @@ _READ_BYTES = 1 << 20  # bytes per read: the CRC32 is computed while they are in
 
 def view_bytes(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the CPU."""
+    import torch  # not for who only reads manifests: two CPU seconds
+
     memory: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(memory)
 
@@ -246,6 +250,8 @@ def require_finite(name: str, tensor: torch.Tensor) -> None:
 
     aminmax runs at memory bandwidth.
     """
+    import torch
+
     if not tensor.numel():
         return
     smallest, largest = torch.aminmax(tensor)

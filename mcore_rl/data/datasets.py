@@ -94,10 +94,14 @@ class FilePrompts:
         check_chat: Callable[[list[Message]], object] | None = None,
         check_answer: Callable[[Any], object] | None = None,
         images: RowImages | None = None,
+        num_checked: int | None = None,
     ) -> None:
         """Check all rows; check_chat raises ConfigError, check_answer ValueError.
 
         Rows need an answer if there is a check of it or a setting that names its column.
+
+        Args:
+            num_checked: Rows to check, of a source whose other rows are like the first. None: all.
         """
         self._rows, self._check_chat, self._check_answer = rows, check_chat, check_answer
         self._images = images
@@ -111,7 +115,7 @@ class FilePrompts:
         self._unread_images = "" if images else self._find_unread_images(rows[0])
         self._tools = _build_tools_column(config.tools_column)
         digest = Digest()
-        lengths = self._check_rows(digest)
+        lengths = self._check_rows(digest, num_checked)
         self.digest = digest.hexdigest()
         is_short = lengths <= config.prompt_limit
         self.num_dropped = int((~is_short).sum())
@@ -183,10 +187,13 @@ class FilePrompts:
     def _render(self, row: Row, messages: list[Message]) -> str:
         return _render_prompt(row, self.prompt_column, messages, self._tools, self._template)
 
-    def _check_rows(self, digest: Digest) -> npt.NDArray[np.int32]:
-        """Return the number of prompt tokens of each row; ConfigError for the first invalid row."""
+    def _check_rows(self, digest: Digest, num_checked: int | None) -> npt.NDArray[np.int32]:
+        """Return the number of prompt tokens of each row; ConfigError for the first invalid row.
+
+        Rows that are not checked have the lengths of those that are.
+        """
         lengths, num_images, names = [np.empty(0, np.int32)], 0, set[str]()
-        for rows in _iterate_chunks(self._rows, self._images):
+        for rows in _iterate_chunks(self._rows, self._images, num_checked):
             chats, images = read_chats(rows, self.prompt_column, self._images)
             texts = list(map(self._render, rows, chats))
             for row, messages in zip(rows, chats, strict=True):
@@ -199,7 +206,7 @@ class FilePrompts:
             names.update(*(row.values for row in rows))
         if self._images is not None:
             self._images.check_column(self._rows.source, num_images, names)
-        return np.concatenate(lengths)
+        return np.resize(np.concatenate(lengths), len(self._rows))
 
     def _check_row(self, row: Row, messages: list[Message]) -> None:
         answer = None if self.answer_column is None else self.answer_column.get(row)
@@ -242,6 +249,7 @@ def load_prompts(
     check_chat: Callable[[list[Message]], object] | None = None,
     check_answer: Callable[[Any], object] | None = None,
     images: RowImages | None = None,
+    num_checked: int | None = None,
 ) -> FilePrompts:
     """Load chats or texts of a source (`open_rows`) as prompts, by the tokenizer's chat template.
 
@@ -256,13 +264,14 @@ def load_prompts(
         check_chat: Raises ConfigError for a chat that cannot be used.
         check_answer: Raises ValueError for an answer that cannot be used.
         images: Reader of the rows' images, for a model that takes images.
+        num_checked: See `FilePrompts`.
 
     Raises:
         ConfigError: the source is missing, unreadable or empty, or a row lacks a column or an
             answer, is no chat, is too long, or fails a check.
     """
     rows = open_rows(path, setting)
-    return FilePrompts(rows, config, tokenizer, check_chat, check_answer, images)
+    return FilePrompts(rows, config, tokenizer, check_chat, check_answer, images, num_checked)
 
 
 def load_supervised(
@@ -271,9 +280,11 @@ def load_supervised(
     response_column: str,
     tokenizer: PreTrainedTokenizerBase,
     images: RowImages | None = None,
+    num_rows: int | None = None,
 ) -> Batch:
-    """Load chats and responses to imitate; each response ends with the end-of-sequence token.
+    """Load chats and responses to imitate, of all rows or the first `num_rows`.
 
+    Each response ends with the end-of-sequence token.
     Returns the jagged columns prompt_ids, response_ids and response_mask (all ones), in memory, and
     images if there are any.
     Raises ConfigError as `load_prompts` does.
@@ -285,7 +296,7 @@ def load_supervised(
     template, prompts = ChatTemplate(tokenizer), list[list[int]]()
     responses: list[list[int]] = []
     digests: list[tuple[str, ...]] = []
-    for rows in _iterate_chunks(source, images):
+    for rows in _iterate_chunks(source, images, num_rows):
         chats, files = read_chats(rows, prompt, images)
         pairs = zip(rows, chats, strict=True)
         texts = [_render_prompt(row, prompt, chat, tools, template) for row, chat in pairs]
@@ -349,8 +360,10 @@ def _build_tools_column(name: str) -> RowColumn | None:
     return RowColumn(name, "data.tools_column") if name else None
 
 
-def _iterate_chunks(rows: RowSource, images: RowImages | None) -> Iterator[list[Row]]:
-    remaining, num = iter(rows), _CHUNK_ROWS if images is None else _IMAGE_CHUNK_ROWS
+def _iterate_chunks(
+    rows: RowSource, images: RowImages | None, num_rows: int | None = None
+) -> Iterator[list[Row]]:
+    remaining, num = islice(rows, num_rows), _CHUNK_ROWS if images is None else _IMAGE_CHUNK_ROWS
     while chunk := list(islice(remaining, num)):
         yield chunk
 

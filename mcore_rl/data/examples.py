@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -157,18 +158,20 @@ def load_chats(
     max_tokens: int,
     tokenizer: PreTrainedTokenizerBase,
     images: RowImages | None = None,
+    num_rows: int | None = None,
 ) -> Batch:
     """Load whole conversations in the prompt column of warm_start.train_file.
 
-    `max_tokens` is the limit of prompt and response together. Returns the columns prompt_ids,
-    response_ids and response_mask. Raises ConfigError as `load_conversations` does.
+    `max_tokens` is the limit of prompt and response together, `num_rows` the rows to load (None:
+    all). Returns the columns prompt_ids, response_ids and response_mask. Raises ConfigError as
+    `load_conversations` does.
     """
     source = open_rows(name, "warm_start.train_file")
     messages = choose_prompt_column(source[0], config)
     tools = RowColumn(config.tools_column, "data.tools_column") if config.tools_column else None
     template, conversations = ChatTemplate(tokenizer), list[Tokens]()
     rows = read_supervised_rows(source, messages, tools, images.place if images else None)
-    for number, row in enumerate(rows):
+    for number, row in enumerate(islice(rows, num_rows)):
         where = f"{source.source}: row {number}"
         try:
             tokens = _encode_row(row, template, images)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from mcore_rl.config.checks import check_model_exists, is_url
+from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.import_path import is_import_path
 from mcore_rl.config.rules import list_test_files, list_train_files, validate_rl
 from mcore_rl.config.rules_rollout import REWARDED_LOOPS, list_reward_terms
@@ -36,6 +37,7 @@ from mcore_rl.data.rows import (
 )
 from mcore_rl.data.sample import Sample
 from mcore_rl.jobs.remote_paths import HUBS, find_published
+from mcore_rl.observability.warnings import warn
 
 CheckRow = Callable[[Row], object]
 
@@ -173,3 +175,15 @@ def _check_pairs(data: PairsConfig) -> CheckRow:
 
 def _build_tools_column(name: str) -> RowColumn | None:
     return RowColumn(name, "data.tools_column") if name else None
+
+
+def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> None:
+    """Raise ConfigError if a source has fewer rows than a setting draws at a time."""
+    if num_drawn > num_rows:
+        raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
+
+
+def warn_of_few_rows(setting: str, source: str, num_rows: int, num_wanted: int) -> None:
+    """Warn if a held-out source has fewer rows than a setting wants of it."""
+    if num_wanted > num_rows:
+        warn(f"{setting}={num_wanted}: {source} has {num_rows} rows, and all are taken")

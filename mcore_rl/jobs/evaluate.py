@@ -37,6 +37,7 @@ from mcore_rl.data.prompt_batches import build_held_out_batch
 from mcore_rl.data.tokenizer import check_tokenizer_matches, load_tokenizer
 from mcore_rl.inference.kv_cache import DEFAULT_MAX_SEQS
 from mcore_rl.inference.registry import check_server_package, check_server_settings
+from mcore_rl.jobs.early_checks import warn_of_few_rows
 from mcore_rl.jobs.failure import RunFailed, summarize_failure
 from mcore_rl.jobs.lengths import fill_evaluation_lengths
 from mcore_rl.jobs.output import (
@@ -52,7 +53,7 @@ from mcore_rl.jobs.output import (
     write_json,
 )
 from mcore_rl.jobs.placement import Pools, detect_device_type, get_device_resource, list_rank_nodes
-from mcore_rl.jobs.preflight import check_model, load_prompt_files, warn_of_few_rows
+from mcore_rl.jobs.preflight import check_model, load_prompt_files
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.jobs.resume import is_same_setting
 from mcore_rl.jobs.rl import build_server_pool, open_session

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -33,11 +34,7 @@ from mcore_rl.config.schema import (
     TeacherConfig,
 )
 from mcore_rl.data.batch import Batch
-from mcore_rl.data.datasets import (
-    PromptDataset,
-    load_prompts,
-    load_supervised,
-)
+from mcore_rl.data.datasets import PromptDataset, load_prompts, load_supervised
 from mcore_rl.data.examples import load_chats
 from mcore_rl.data.files import open_rows
 from mcore_rl.data.images import RowImages, load_row_images
@@ -54,6 +51,7 @@ from mcore_rl.engine.base import load_backend
 from mcore_rl.examples.tasks.registry import TASKS
 from mcore_rl.inference.kv_cache import count_token_bytes
 from mcore_rl.inference.registry import check_adapter_rank, check_server_settings, load_server_class
+from mcore_rl.jobs.early_checks import require_rows, warn_of_few_rows
 from mcore_rl.jobs.placement import detect_device_type
 from mcore_rl.jobs.quantization_preflight import check_quantization
 from mcore_rl.jobs.run_plan import ACTOR, CRITIC, REWARD_MODEL, WARM_START, Role, RunPlan
@@ -69,7 +67,6 @@ from mcore_rl.models.base import (
 from mcore_rl.models.heads import build_value_config, get_value_head_suffix, map_model_weights
 from mcore_rl.models.rope import count_positions
 from mcore_rl.observability.trackers import check_trackers
-from mcore_rl.observability.warnings import warn
 from mcore_rl.reshard.rules import list_logical_tensors, parse_slice
 from mcore_rl.rewards.manager import (
     RewardManager,
@@ -97,7 +94,8 @@ class Inputs:
     tokenizer: PreTrainedTokenizerBase
     train: PromptDataset
     tests: dict[str, PromptDataset]  # held-out sets, by name
-    examples: Batch | None  # warm-start examples
+    examples: Batch | None  # warm-start examples: all, or as many as a dry run checks
+    num_examples: int  # rows of warm_start.train_file
     images: RowImages | None = None  # reader of the images of data rows
 
 
@@ -129,8 +127,13 @@ def check_model(config: RLConfig, plan: RunPlan) -> None:
     reader.check(list_logical_tensors(weights))
 
 
-def check_existing_inputs(config: RLConfig, plan: RunPlan) -> Inputs | None:
+def check_existing_inputs(
+    config: RLConfig, plan: RunPlan, num_checked: int | None = None
+) -> Inputs | None:
     """Check the inputs for a dry run, where weights, tokenizer and data may be missing.
+
+    Args:
+        num_checked: Rows of each file to check. None: all.
 
     Returns:
         The inputs; None without a tokenizer or with an unset data source. Data files that are set
@@ -143,7 +146,7 @@ def check_existing_inputs(config: RLConfig, plan: RunPlan) -> Inputs | None:
         check_layouts(config, plan)
     has_files = has_weights(config.model.path) or has_tokenizer(config.model.path)
     if has_files and not list_unset_data(config):
-        return _load_data(config, plan)
+        return _load_data(config, plan, num_checked)
     for setting, name in _list_data_files(config).items():
         if name:
             open_rows(name, setting)
@@ -172,8 +175,7 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
     if exists:
         task = get_task_paths(folder / "task")
     else:
-        make = TASKS[config.task.name]
-        task = make(folder / "task", config.seed, config.task.worked_share)
+        task = TASKS[config.task.name](folder / "task", config.seed, config.task.worked_share)
     return replace(
         config,
         task=replace(config.task, name=""),
@@ -250,7 +252,7 @@ def _list_data_files(config: RLConfig) -> dict[str, str]:
     return files
 
 
-def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
+def _load_data(config: RLConfig, plan: RunPlan, num_checked: int | None = None) -> Inputs:
     """Load tokenizer and data; check them against the model, the reward and the agent loop."""
     is_agent = config.agent.loop != "single_turn"
     tokenizer = load_tokenizer(config.model.path, config.model.chat_date, needs_template=is_agent)
@@ -263,16 +265,17 @@ def _load_data(config: RLConfig, plan: RunPlan) -> Inputs:
     images = load_row_images(
         config.data, config.model.path, config.output_dir, config.rollout.max_images
     )
-    inputs = Inputs(
+    load = partial(
+        load_prompt_files,
+        config=config,
         tokenizer=tokenizer,
-        train=load_prompt_files(list_train_files(config.data), config, tokenizer, images),
-        tests={
-            name: load_prompt_files(dict([file]), config, tokenizer, images)
-            for name, file in list_test_files(config.data).items()
-        },
-        examples=_load_examples(config, tokenizer, images),
         images=images,
+        num_checked=num_checked,
     )
+    train = load(list_train_files(config.data))
+    tests = {name: load(dict([file])) for name, file in list_test_files(config.data).items()}
+    examples, num_examples = _load_examples(config, tokenizer, images, num_checked)
+    inputs = Inputs(tokenizer, train, tests, examples, num_examples, images)
     _check_row_counts(config, inputs)
     for prompts in (inputs.train, *inputs.tests.values()):
         check_columns(config.reward, prompts[0].fields)
@@ -286,11 +289,13 @@ def load_prompt_files(
     config: RLConfig,
     tokenizer: PreTrainedTokenizerBase,
     images: RowImages | None = None,
+    num_checked: int | None = None,
 ) -> PromptDataset:
     """Load the prompts of all sources.
 
     Args:
         files: Sources by the setting that names them.
+        num_checked: Rows of each to check. None: all.
     """
     datasets = []
     loop = config.agent.loop
@@ -305,6 +310,7 @@ def load_prompt_files(
             check_chat=check_chat,
             check_answer=check_answer,
             images=images and images.open_beside(name),
+            num_checked=num_checked,
         )
         for line in prompts.describe_columns():
             print(line)
@@ -336,19 +342,7 @@ def _check_row_counts(config: RLConfig, inputs: Inputs) -> None:
         warn_of_few_rows("trainer.eval_samples", f"{setting}={file!r}", size, num_tests)
     if inputs.examples is not None:
         size, file = warm.batch_size, f"warm_start.train_file={warm.train_file!r}"
-        require_rows(f"warm_start.batch_size={size}", file, len(inputs.examples), size)
-
-
-def require_rows(setting: str, source: str, num_rows: int, num_drawn: int) -> None:
-    """Raise ConfigError if a source has fewer rows than a setting draws at a time."""
-    if num_drawn > num_rows:
-        raise ConfigError(f"{setting}: {source} has {num_rows} rows; allowed: up to as many")
-
-
-def warn_of_few_rows(setting: str, source: str, num_rows: int, num_wanted: int) -> None:
-    """Warn if a held-out source has fewer rows than a setting wants of it."""
-    if num_wanted > num_rows:
-        warn(f"{setting}={num_wanted}: {source} has {num_rows} rows, and all are taken")
+        require_rows(f"warm_start.batch_size={size}", file, inputs.num_examples, size)
 
 
 def limit_evaluation(config: RLConfig, inputs: Inputs) -> RLConfig:
@@ -489,16 +483,26 @@ def _check_lengths(config: RLConfig) -> None:
 
 
 def _load_examples(
-    config: RLConfig, tokenizer: PreTrainedTokenizerBase, images: RowImages | None
-) -> Batch | None:
+    config: RLConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    images: RowImages | None,
+    num_rows: int | None,
+) -> tuple[Batch | None, int]:
+    """Load the examples of all rows, or of the first `num_rows`; return the number of all rows."""
     warm = config.warm_start
     if not warm.num_steps:
-        return None
+        return None, 0
     images = images and images.open_beside(warm.train_file)
     if not warm.response_column:
         longest = config.data.prompt_limit + config.rollout.response_limit
-        return load_chats(warm.train_file, config.data, longest, tokenizer, images=images)
-    return load_supervised(warm.train_file, config.data, warm.response_column, tokenizer, images)
+        examples = load_chats(warm.train_file, config.data, longest, tokenizer, images, num_rows)
+    else:
+        examples = load_supervised(
+            warm.train_file, config.data, warm.response_column, tokenizer, images, num_rows
+        )
+    if num_rows is None:
+        return examples, len(examples)
+    return examples, len(open_rows(warm.train_file, "warm_start.train_file"))
 
 
 # The frozen models that score: reward model and teachers

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from mcore_rl.config.errors import ConfigError
-from mcore_rl.controller.compilers import prepare_compilers
+from mcore_rl.controller.compilers import is_gpu_node, prepare_compilers
 from mcore_rl.observability.process import skip_gc_at_exit
 from mcore_rl.observability.stacks import (
     dump_stacks_on_signal,
@@ -45,7 +45,9 @@ class ProcessFailed(RuntimeError):
     """A process failed. The first line names it and the reason; its traceback and output follow."""
 
 
-def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> list[Result]:
+def run_on_ranks(
+    job: Job, world_size: int, log_dir: Path, timeout_s: float, preload: Sequence[str] = ()
+) -> list[Result]:
     """Run `job` on `world_size` ranks of this machine; return the results by rank.
 
     A rank has RANK, WORLD_SIZE, LOCAL_RANK and RENDEZVOUS_* in its environment, which join_world
@@ -53,6 +55,8 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
 
     Args:
         timeout_s: The value of --timeout.
+        preload: Modules to import once for the processes of all calls, on a node without GPUs: a
+            fork server keeps them. The first call of this process decides which.
 
     Raises:
         ConfigError: A rank raised it.
@@ -65,30 +69,37 @@ def run_on_ranks(job: Job, world_size: int, log_dir: Path, timeout_s: float) -> 
             f"rank {rank}": {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             for rank in range(world_size)
         }
-        return _run(job, environments, log_dir, timeout_s)
+        return _run(job, environments, log_dir, timeout_s, preload)
 
 
-def run_in_process(job: Job, name: str, log_dir: Path, timeout_s: float) -> Result:
+def run_in_process(
+    job: Job, name: str, log_dir: Path, timeout_s: float, preload: Sequence[str] = ()
+) -> Result:
     """Run `job` in a separate process and return its result; see run_on_ranks.
 
     Args:
         name: Name of the process in errors.
     """
-    return _run(job, {name: {}}, log_dir, timeout_s)[0]
+    return _run(job, {name: {}}, log_dir, timeout_s, preload)[0]
 
 
 def _run(
-    job: Job, environments: Mapping[str, Mapping[str, str]], log_dir: Path, timeout_s: float
+    job: Job,
+    environments: Mapping[str, Mapping[str, str]],
+    log_dir: Path,
+    timeout_s: float,
+    preload: Sequence[str],
 ) -> list[Result]:
     # Each process unpickles it when environment and streams are ready, since that imports torch.
     pickled = pickle.dumps(job)
-    context = multiprocessing.get_context("spawn")
+    context = _choose_context(preload)
     processes, pipes, logs = [], [], []
     try:
         for name, environment in environments.items():
             receiver, sender = context.Pipe(duplex=False)
             logs.append(log_dir / f"{name.replace(' ', '_')}.log")
-            arguments = (pickled, dict(environment), logs[-1], sender)
+            # A fork server has the environment of its start.
+            arguments = (pickled, {**os.environ, **environment}, logs[-1], sender)
             processes.append(context.Process(target=_main, args=arguments, name=name))
             processes[-1].start()
             sender.close()
@@ -102,6 +113,18 @@ def _run(
             if process.is_alive():
                 process.kill()
             process.join()
+
+
+def _choose_context(preload: Sequence[str]) -> Any:
+    """Return how processes start: each from nothing, or from a fork server with modules.
+
+    Importing Megatron may start CUDA, which does not survive a fork.
+    """
+    if not preload or is_gpu_node():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([*preload])
+    return context
 
 
 def _gather(

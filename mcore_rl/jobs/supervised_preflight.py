@@ -41,9 +41,9 @@ from mcore_rl.engine.base import (
     load_backend,
     use_engine_family,
 )
+from mcore_rl.jobs.early_checks import require_rows, warn_of_few_rows
 from mcore_rl.jobs.lengths import fill_train_length
 from mcore_rl.jobs.placement import detect_device_type
-from mcore_rl.jobs.preflight import require_rows, warn_of_few_rows
 from mcore_rl.jobs.remote_paths import fetch_inputs
 from mcore_rl.models.base import (
     SEQUENCE,

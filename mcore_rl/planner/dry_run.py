@@ -46,6 +46,9 @@ from mcore_rl.planner.roles import RolePlan, fold_stages, plan_roles
 from mcore_rl.planner.waste import list_waste
 from mcore_rl.trainers.policy_loss import find_log_prob_pass_reason
 
+# Rows of each file of a built-in task that a dry run checks: the others are of the same form.
+_NUM_TASK_ROWS = 256
+
 
 def dry_run(
     config: RLConfig,
@@ -85,7 +88,8 @@ def dry_run(
         prepared = prepare_settings(config, Path(scratch), checkpoint)
         plan = plan_run(prepared)
         check_critic(plan, checkpoint, config.algorithm.advantage)
-        inputs = check_existing_inputs(prepared, plan)
+        num_checked = _NUM_TASK_ROWS if config.task.name else None
+        inputs = check_existing_inputs(prepared, plan, num_checked)
         lines = _describe_inputs(config, prepared, inputs)
         if inputs is not None:
             prepared = limit_evaluation(prepared, inputs)
@@ -162,7 +166,7 @@ def _describe_inputs(config: RLConfig, prepared: RLConfig, inputs: Inputs | None
         return [*lines, "data: not checked but for the files: the model folder has no tokenizer"]
     data = f"data: {len(inputs.train)} prompts to train, {_count_held_out(inputs)} held out"
     if inputs.examples is not None:
-        data += f", {len(inputs.examples)} examples for supervised training"
+        data += f", {inputs.num_examples} examples for supervised training"
     return [*lines, data]
 
 

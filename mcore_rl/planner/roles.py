@@ -186,7 +186,7 @@ def _plan_engine(role: Role, model: HFConfig) -> RolePlan:
                 optimizer_bytes=optimizer_bytes if role.is_trained else 0,
             )
         )
-    return RolePlan(role.name, task, _format_axes(engine.layout), tuple(stages))
+    return RolePlan(role.name, task, format_axes(engine.layout), tuple(stages))
 
 
 def _plan_sharded_engine(role: Role, model: HFConfig) -> RolePlan:
@@ -218,7 +218,7 @@ def _plan_sharded_engine(role: Role, model: HFConfig) -> RolePlan:
         gradient_bytes=most_trained * _FLOAT32,
         optimizer_bytes=most_trained * 2 * _FLOAT32,
     )
-    return RolePlan(role.name, role.task, _format_axes(layout), (stage,))
+    return RolePlan(role.name, role.task, format_axes(layout), (stage,))
 
 
 def _compute_weight_bytes(counts: _ElementCounts, itemsize: int) -> int:
@@ -308,7 +308,7 @@ def _plan_servers(servers: Servers, model: HFConfig, device_type: str) -> RolePl
     )
     server = GenerationLayout(tp=rollout.tp, dp=rollout.dp)
     task = f"{servers.task}: {_format_servers(rollout)}"
-    return RolePlan(servers.name, task, _format_axes(server) + " ep" * rollout.ep, (stage,), True)
+    return RolePlan(servers.name, task, format_axes(server) + " ep" * rollout.ep, (stage,), True)
 
 
 # A search plans one model hundreds of times, and a large one has 60,000 weights. Its config is text
@@ -394,9 +394,9 @@ def _describe_chunk(chunk: Chunk) -> Iterator[str]:
         yield "head"
 
 
-def _format_axes(layout: Layout | GenerationLayout) -> str:
+def format_axes(layout: Layout | GenerationLayout) -> str:
     """
-    >>> _format_axes(Layout(tp=2, ep=2))
+    >>> format_axes(Layout(tp=2, ep=2))
     'tp=2 ep=2'
     """
     sizes = asdict(layout)

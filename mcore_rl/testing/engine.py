@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -89,9 +89,18 @@ def check_engine(
 
 
 def run_in_processes(
-    backend: str, model_path: str, layout: Layout, family: str = "", *, timeout_s: float
+    backend: str,
+    model_path: str,
+    layout: Layout,
+    family: str = "",
+    *,
+    timeout_s: float,
+    preload: Sequence[str] = (),
 ) -> None:
     """Run all checks on ranks in processes of their own.
+
+    Args:
+        preload: See `run_on_ranks`.
 
     Raises:
         AssertionError, ConfigError: Those of the first rank that fails.
@@ -99,7 +108,7 @@ def run_in_processes(
     with tempfile.TemporaryDirectory() as folder:
         job = partial(run_checks, backend, model_path, layout, folder, family)
         with unwrap_failures():
-            run_on_ranks(job, layout.world_size, Path(folder), timeout_s)
+            run_on_ranks(job, layout.world_size, Path(folder), timeout_s, preload)
 
 
 @contextlib.contextmanager

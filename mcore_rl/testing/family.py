@@ -9,7 +9,9 @@ check_family("path/to/file.py:FAMILY", transformers.MistralConfig(hidden_size=64
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +34,7 @@ from mcore_rl.models.base import (
     scope_family,
     use_family,
 )
+from mcore_rl.planner.roles import format_axes
 from mcore_rl.reshard.layout import GenerationLayout
 from mcore_rl.reshard.planner import TransferRequirements
 from mcore_rl.reshard.rules import check_cover, list_logical_tensors
@@ -43,6 +46,7 @@ if TYPE_CHECKING:
 
 _LAYOUTS = (Layout(), Layout(tp=2), Layout(pp=2), Layout(tp=2, ep=2))
 _SHARDS = (1, 2, 4)
+_PRELOAD = "mcore_rl.testing.family", "mcore_rl.engine.megatron.engine", "mcore_rl.jobs.convert.run"
 
 
 def check_family(
@@ -76,17 +80,41 @@ def check_family(
             f"check_family: {type(config).__name__} has a vision_config, and models with images "
             "are not made; allowed: a config of the language model, with its family"
         )
+    # All processes need the model of transformers and Megatron: importing them takes the longest.
+    model_module = type(config).__module__.replace(".configuration_", ".modeling_")
+    preload = *_PRELOAD, model_module
     with scope_family(family), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "model"
-        save_random_checkpoint(config, path)
-        check_rules(path)
+
+        def run(name: str, job: Callable[[], object]) -> None:
+            with unwrap_failures():
+                run_in_process(job, name, Path(folder), timeout_s, preload)
+
+        with _report("rules of weights"):
+            run("rules", partial(_check_new_checkpoint, family, config, path))
         hf_config = read_config(path)
         for layout in layouts or [*_list_layouts(hf_config)]:
             validate_model_layout("layout", layout, get_model_sizes(hf_config))
-            run_in_processes("megatron", str(path), layout, family, timeout_s=timeout_s)
-        job = partial(check_conversion, family, str(path), folder)
-        with unwrap_failures():
-            run_in_process(job, "conversion", Path(folder), timeout_s)
+            with _report(f"Megatron engine, {format_axes(layout)}"):
+                run_in_processes(
+                    "megatron", str(path), layout, family, timeout_s=timeout_s, preload=preload
+                )
+        with _report("conversion"):
+            run("conversion", partial(check_conversion, family, str(path), folder))
+
+
+@contextmanager
+def _report(check: str) -> Iterator[None]:
+    """Print a line when a check has passed."""
+    start = time.monotonic()
+    yield
+    print(f"{check}: passed in {time.monotonic() - start:.1f} s", flush=True)
+
+
+def _check_new_checkpoint(family: str, config: PretrainedConfig, path: Path) -> None:
+    use_family(family)
+    save_random_checkpoint(config, path)
+    check_rules(path)
 
 
 def save_random_checkpoint(config: PretrainedConfig, path: Path) -> None:

@@ -26,6 +26,7 @@ from mcore_rl.config.schema import (
     RolloutConfig,
     WarmStartConfig,
 )
+from mcore_rl.data.chat_template import ChatTemplate
 from mcore_rl.examples.tasks import last_digit
 from mcore_rl.jobs.remote_paths import find_published
 from mcore_rl.jobs.run_plan import plan_run
@@ -246,6 +247,27 @@ def test_the_quickstarts_model_has_the_bound_before_it_is_made(place, monkeypatc
     status, out, err = dry_run(monkeypatch, capfd, *settings)
     assert (status, err) == (0, "")
     assert "log-probs of trainer and servers: 20 nats apart at most, 0.1 on average\n" in out
+
+
+def test_dry_run_renders_some_rows_of_a_task_and_counts_all(monkeypatch, capfd, tmp_path):
+    rendered, write = list[object](), ChatTemplate.write
+
+    def record(self, messages, *args, **options):
+        rendered.append(messages)
+        return write(self, messages, *args, **options)
+
+    monkeypatch.setattr(ChatTemplate, "write", record)
+    monkeypatch.chdir(tmp_path)
+    settings = "recipe=quickstart", "output_dir=new"
+    status, out, err = dry_run(monkeypatch, capfd, *settings)
+    assert (status, err) == (0, "")
+    train, test = last_digit.split_problems()
+    rows = f"{len(train)} prompts to train, {len(test)} held out, {240 * 96} examples for"
+    assert rows in out, out
+    assert 0 < len(rendered) <= 1000
+    for refused in ("data.max_prompt_tokens=8", "trainer.prompts_per_step=20000"):
+        status, _, err = dry_run(monkeypatch, capfd, *settings, refused)
+        assert (status, refused in err) == (2, True), err
 
 
 USER = (
