@@ -25,6 +25,10 @@ _ROWS: tuple[Row, ...] = (
     },
 )  # fmt: skip
 _NUM_ROWS_BEFORE = 4  # rows of the run that is interrupted
+_RECORDS_CONTRACT = (
+    "it returns {metric: [(step, value), ...]} of what was recorded; a value is a number, and a "
+    "row whose value is None has none to record"
+)
 _THREAD_END_S = 5.0  # time that threads have to end after close
 
 
@@ -61,7 +65,8 @@ def check_tracker(
     ):
         _record_run(tracker_class, run, rows)
         if read_records is not None:
-            _compare_records(name, read_records(folder), rows, reason)
+            records = _call("read_records(folder)", _RECORDS_CONTRACT, read_records, folder)
+            _compare_records(name, records, rows, reason)
 
 
 def _record_run(tracker_class: type[Tracker], run: TrackedRun, rows: Sequence[Row]) -> None:
@@ -100,8 +105,17 @@ def _compare_records(name: str, records: Records, rows: Iterable[Row], reason: s
     for row in rows:
         for metric, value in get_metrics(row).items():
             expected.setdefault(metric, []).append((row["step"], value))
-    for metric in sorted(expected.keys() | records.keys()):
-        finite = [tuple(pair) for pair in records.get(metric, ()) if math.isfinite(pair[1])]
+    try:
+        recorded = {
+            metric: [(step, value) for step, value in pairs if math.isfinite(value)]
+            for metric, pairs in records.items()
+        }
+    except (AttributeError, TypeError, ValueError) as error:
+        raise AssertionError(
+            f"read_records(folder) returned {records!r}; the contract: {_RECORDS_CONTRACT}"
+        ) from error
+    for metric in sorted(expected.keys() | recorded.keys()):
+        finite = recorded.get(metric, [])
         if finite != expected.get(metric, []):
             raise AssertionError(
                 f"{name} has recorded {finite} of {metric!r}, and was given "

@@ -167,6 +167,23 @@ def test_records_of_an_interrupted_run_that_stay_are_named(tmp_path):
         check_tracker(Appending, tmp_path, read_records=read_appended)
 
 
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        (lambda: None, r"returned None; the contract: it returns \{metric: \[\(step, value\)"),
+        (
+            lambda: {"reward": [(1, None)]},
+            r"returned \{'reward': \[\(1, None\)\]\}; .* a number",
+        ),
+        (lambda: {"reward": [0.5]}, r"returned \{'reward': \[0.5\]\}; the contract"),
+        (lambda: float("None"), r"raised ValueError: could not convert .*; the contract"),
+    ],
+)
+def test_records_of_another_form_are_named(tmp_path, records, message):
+    with pytest.raises(AssertionError, match=rf"read_records\(folder\) {message}"):
+        check_tracker(CSVTracker, tmp_path, read_records=lambda folder: records())
+
+
 @pytest.mark.parametrize("value", [dict, CSVTracker.log, "tensorboard"])
 def test_a_value_that_is_no_tracker_class_is_named(tmp_path, value):
     with pytest.raises(AssertionError, match=r"is no subclass of mcore_rl.observability.track"):
