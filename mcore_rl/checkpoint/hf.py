@@ -78,6 +78,11 @@ DTYPES: Mapping[str, torch.dtype] = MappingProxyType(
 _ROWS_BYTES = 16 << 20  # buffer of rows, when a box has some of their columns
 
 
+def has_weights(path: str) -> bool:
+    """Return whether a model's folder has weights, not config.json alone."""
+    return any(Path(path).glob("*.safetensors*"))
+
+
 def read_checkpoint_config(path: str | Path, setting: str = "model.path") -> HFConfig:
     """Read config.json and check that `CheckpointReader` supports its quantization.
 

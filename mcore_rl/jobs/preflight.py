@@ -13,7 +13,7 @@ import mcore_rl.models  # noqa: F401  (fills the family registry)
 from mcore_rl.agents.chat_template.codec import parse_messages
 from mcore_rl.algorithms.advantages import ADVANTAGES, GDPOSettings
 from mcore_rl.algorithms.sample_choice import CURRICULA, GROUP_FILTERS, DropUniformSettings
-from mcore_rl.checkpoint.hf import CheckpointReader, read_checkpoint_config
+from mcore_rl.checkpoint.hf import CheckpointReader, has_weights, read_checkpoint_config
 from mcore_rl.checkpoint.peft import check_adapter, get_adapted_linear
 from mcore_rl.config.checks import check_choice
 from mcore_rl.config.errors import ConfigError
@@ -110,15 +110,15 @@ def check_inputs(config: RLConfig, plan: RunPlan) -> Inputs:
     return _load_data(config, plan)
 
 
-def _check_weights(config: RLConfig, plan: RunPlan) -> None:
-    check_model(config, plan)
+def _check_weights(config: RLConfig, plan: RunPlan, device_type: str = "") -> None:
+    check_model(config, plan, device_type)
     _check_frozen_models(config, plan)
     _check_served_models(config.model, plan)
 
 
-def check_model(config: RLConfig, plan: RunPlan) -> None:
+def check_model(config: RLConfig, plan: RunPlan, device_type: str = "") -> None:
     """Check the layouts and the weights of the policy, which may only be served."""
-    check_layouts(config, plan)
+    check_layouts(config, plan, device_type)
     reader = CheckpointReader(config.model.path)
     hf_config = reader.read_config()  # without MTP layers if the weights have none
     if ACTOR in plan:
@@ -128,22 +128,23 @@ def check_model(config: RLConfig, plan: RunPlan) -> None:
 
 
 def check_existing_inputs(
-    config: RLConfig, plan: RunPlan, num_checked: int | None = None
+    config: RLConfig, plan: RunPlan, device_type: str, num_checked: int | None = None
 ) -> Inputs | None:
     """Check the inputs for a dry run, where weights, tokenizer and data may be missing.
 
     Args:
+        device_type: "cuda" or "cpu".
         num_checked: Rows of each file to check. None: all.
 
     Returns:
         The inputs; None without a tokenizer or with an unset data source. Data files that are set
         are then only opened.
     """
-    _check_choices(config, plan)
+    _check_choices(config, plan, device_type)
     if has_weights(config.model.path):
-        _check_weights(config, plan)
+        _check_weights(config, plan, device_type)
     else:
-        check_layouts(config, plan)
+        check_layouts(config, plan, device_type)
     has_files = has_weights(config.model.path) or has_tokenizer(config.model.path)
     if has_files and not list_unset_data(config):
         return _load_data(config, plan, num_checked)
@@ -156,11 +157,6 @@ def check_existing_inputs(
 def list_unset_data(config: RLConfig) -> list[str]:
     """Return the data settings that a run needs and that are empty."""
     return [setting for setting, name in _list_data_files(config).items() if not name]
-
-
-def has_weights(path: str) -> bool:
-    """Return whether a model's folder has weights, not config.json alone."""
-    return any(Path(path).glob("*.safetensors*"))
 
 
 def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLConfig:
@@ -185,11 +181,11 @@ def prepare_task(config: RLConfig, folder: Path, *, exists: bool = False) -> RLC
     )
 
 
-def _check_choices(config: RLConfig, plan: RunPlan) -> None:
+def _check_choices(config: RLConfig, plan: RunPlan, device_type: str = "") -> None:
     """Check the functions, backends and parts that settings name: what needs no model."""
     check_functions(config.algorithm, config.agent.loop)
     check_greedy(config)
-    check_servers(config, plan)
+    check_servers(config, plan, device_type)
     if curriculum := config.data.curriculum.name:
         CURRICULA.bind(curriculum, config.data.curriculum.settings)
     check_trackers(config.trainer.trackers)
@@ -199,13 +195,13 @@ def _check_choices(config: RLConfig, plan: RunPlan) -> None:
     check_reward_parts(config)
     if config.weight_sync.method == "disaggregated":
         check_transport(config.weight_sync.transport)
-    if detect_device_type() == "cuda" and config.weight_sync.method == "colocated":
+    if (device_type or detect_device_type()) == "cuda" and config.weight_sync.method == "colocated":
         check_allocator()
 
 
-def check_servers(config: RLConfig, plan: RunPlan) -> None:
+def check_servers(config: RLConfig, plan: RunPlan, device_type: str = "") -> None:
     """Check what the run needs of its servers against the features of their backends."""
-    device = detect_device_type()
+    device = device_type or detect_device_type()
     for name, model in plan.models.items():
         if not model.adapter:
             check_server_settings(model.servers, f"models.{name}", device=device)
@@ -354,8 +350,13 @@ def limit_evaluation(config: RLConfig, inputs: Inputs) -> RLConfig:
     return replace(config, trainer=replace(config.trainer, eval_samples=num))
 
 
-def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
-    """Check the settings that depend on the config.json of models alone; return the policy's."""
+def check_layouts(config: RLConfig, plan: RunPlan, device_type: str = "") -> HFConfig:
+    """Check the settings that depend on the config.json of models alone; return the policy's.
+
+    Args:
+        device_type: "cuda" or "cpu" instead of that of the nodes.
+    """
+    device_type = device_type or detect_device_type()
     hf_config = read_checkpoint_config(config.model.path)
     if ACTOR in plan:
         load_backend(config.actor, "actor").check_model("actor", config.actor, hf_config)
@@ -363,7 +364,7 @@ def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
         config.rollout,
         "rollout",
         hf_config,
-        detect_device_type(),
+        device_type,
         records_experts=config.actor.moe.router_replay == "rollout",
     )
     if role := plan.find(WARM_START):
@@ -372,7 +373,7 @@ def check_layouts(config: RLConfig, plan: RunPlan) -> HFConfig:
     if critic := plan.find(CRITIC):
         _check_critic(config, critic, plan[ACTOR], hf_config)
     _check_frozen_layouts(config.algorithm, plan)
-    _check_served_layouts(config.rollout, config.model.dtype, plan)
+    _check_served_layouts(config.rollout, config.model.dtype, plan, device_type)
     if config.rollout.lora == "adapter":
         _check_adapters(config.actor, hf_config)
     if config.weight_sync.method != "full_export":
@@ -591,7 +592,9 @@ def _check_teacher_column(teacher: TeacherConfig, data: DataConfig) -> None:
 # The frozen models with servers (`models`)
 
 
-def _check_served_layouts(policy: RolloutConfig, dtype: str, plan: RunPlan) -> None:
+def _check_served_layouts(
+    policy: RolloutConfig, dtype: str, plan: RunPlan, device_type: str
+) -> None:
     """Check the settings that depend on each config.json alone."""
     for name, model in plan.models.items():
         key, servers = f"models.{name}", model.servers
@@ -612,7 +615,7 @@ def _check_served_layouts(policy: RolloutConfig, dtype: str, plan: RunPlan) -> N
             rank = check_adapter(f"{key}.adapter", model.adapter, hf_config)
             check_adapter_rank(f"{key}.adapter: rank", rank, policy)
             continue
-        load_server_class(servers, key).check_model(servers, key, hf_config, detect_device_type())
+        load_server_class(servers, key).check_model(servers, key, hf_config, device_type)
         conversation = f"conversation of max_context={model.max_context} tokens"
         _check_kv_cache(key, servers, dtype, hf_config, model.max_context, conversation)
 

@@ -7,6 +7,7 @@ from tempfile import TemporaryDirectory
 
 from rich.console import Console
 
+from mcore_rl.checkpoint.hf import has_weights
 from mcore_rl.config.errors import ConfigError
 from mcore_rl.config.rules import TRANSFORMERS
 from mcore_rl.config.rules_train import validate_eval
@@ -24,7 +25,6 @@ from mcore_rl.jobs.placement import detect_device_type, resolve_for_nodes
 from mcore_rl.jobs.preflight import (
     Inputs,
     check_existing_inputs,
-    has_weights,
     limit_evaluation,
     list_unset_data,
 )
@@ -89,7 +89,7 @@ def dry_run(
         plan = plan_run(prepared)
         check_critic(plan, checkpoint, config.algorithm.advantage)
         num_checked = _NUM_TASK_ROWS if config.task.name else None
-        inputs = check_existing_inputs(prepared, plan, num_checked)
+        inputs = check_existing_inputs(prepared, plan, device_type, num_checked)
         lines = _describe_inputs(config, prepared, inputs)
         if inputs is not None:
             prepared = limit_evaluation(prepared, inputs)

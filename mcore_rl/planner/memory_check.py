@@ -141,7 +141,7 @@ def check_settings(config: Job, device_type: str) -> None:
     if isinstance(config, RLConfig):
         validate_rl(config, needs_data=False)
         check_engines(config, device_type)
-        check_layouts(config, plan_run(config))
+        check_layouts(config, plan_run(config), device_type)
     else:
         validate_train(config, needs_data=False)
         check_train_engine(config, device_type)
@@ -177,5 +177,5 @@ def prepare_plan(
         config = resolve_for_nodes(config, device_type, needs_data=False)
         prepared = prepare_settings(config, Path(scratch), None)
         if checks_layout:
-            check_layouts(prepared, plan_run(prepared))
+            check_layouts(prepared, plan_run(prepared), device_type)
         yield prepared, read_config(prepared.model.path)

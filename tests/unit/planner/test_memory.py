@@ -455,3 +455,14 @@ def test_a_family_of_a_user_is_planned(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["mcore-rl", "plan", "memory", *words, "--json"])
     assert main() == 0
     assert json.loads(capsys.readouterr().out)["moments"][0]["kinds"]["weights"] > 8e9
+
+
+@pytest.mark.job
+@pytest.mark.parametrize(
+    ("name", "setting"), [("DeepSeek-V3", "rollout.quantization=fp8_block"), ("DeepSeek-V3.2", "")]
+)
+def test_what_gpus_alone_can_is_planned_on_a_machine_without_them(plan, name, setting):
+    """Float8 servers and sparse attention, which vLLM has not on CPUs."""
+    settings = [setting] if setting else []
+    _, report = plan(name, "recipe=dsv3_671b", *settings, "--hardware=h200")
+    assert report["fits"]
