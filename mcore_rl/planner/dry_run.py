@@ -103,7 +103,8 @@ def dry_run(
         if gpus_per_node and (check.fits or ignores_memory):
             cluster_lines = _describe_cluster(prepared, plan, model, gpus_per_node, num_nodes)
         if device_type == "cuda":  # processes on CPUs share the cores
-            cluster_lines += ["", *list_waste(prepared, plan, gpus_per_node)]
+            waste = [*list_waste(prepared, plan, gpus_per_node)]
+            cluster_lines += ["", *waste] if waste else []
     check.print_verdict(console, ignores_memory=ignores_memory)
     print_lines(console, *lines)
     for role in check.plan.roles:

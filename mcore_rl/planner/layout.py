@@ -3,8 +3,8 @@
 Trainer and servers are searched apart, for each share of the devices, and then joined. The search
 estimates memory in closed form (`estimate_training_bytes`); the fastest are then planned as
 `mcore-rl plan memory` does, and those that do not fit are dropped. Estimates are not exact: layouts
-that leave less than a tenth of a device come last. Critic, reward model and
-teachers on the devices of the actor follow its layout.
+that leave less than a tenth of a device come last. Critic, reward model and teachers on the devices
+of the actor follow its layout.
 """
 
 from __future__ import annotations

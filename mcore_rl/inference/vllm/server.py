@@ -119,8 +119,13 @@ class VLLMServer(GenerationServer):
         adapter_rank: int = 0,
         adapters: Mapping[str, str] | None = None,
         images_folder: str = "",
+        num_sequences: int | None = None,
     ) -> None:
-        super().__init__(ServerSpec(model_path, dtype, max_model_tokens, config, seed))
+        super().__init__(
+            ServerSpec(
+                model_path, dtype, max_model_tokens, config, seed, num_sequences=num_sequences
+            )
+        )
         _check_settings(model_path, dtype)
         self._model_path, self._dtype = model_path, dtype
         self._max_model_tokens, self._config, self._seed = max_model_tokens, config, seed
@@ -147,7 +152,7 @@ class VLLMServer(GenerationServer):
         if count > 1:
             assert spec.timeout_s is not None  # of a run
             nodes = ServerNodes(count, spec.node_rank, count, spec.timeout_s)
-        server = cls(
+        return cls(
             spec.model_path, spec.dtype, spec.max_model_tokens, spec.settings, spec.seed,
             timeout_s=spec.timeout_s,
             can_sleep=spec.can_sleep,
@@ -156,9 +161,8 @@ class VLLMServer(GenerationServer):
             adapter_rank=spec.adapter_rank,
             adapters=spec.adapters,
             images_folder=spec.images_folder,
+            num_sequences=spec.num_sequences,
         )  # fmt: skip
-        server.spec = spec
-        return server
 
     @classmethod
     def check_device(cls, settings: RolloutConfig, key: str, device: str) -> None:

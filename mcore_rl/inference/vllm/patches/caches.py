@@ -4,10 +4,10 @@ Those of prefixes and pixels run in the engine's process. Upstream lines are tho
 
 What an update, an update in flight and a sleep do (tests/e2e/test_server_caches.py):
 prefixes (keys and values, states of linear attention, drafts): emptied; in flight running requests
-    keep their blocks, which no other reads; after a sleep kept requests compute theirs again.
-recorded experts: emptied; in flight kept for running requests; emptied.
+    keep their blocks, which no other reads; after a sleep requests that go on compute theirs again.
+recorded experts: emptied; in flight those of running requests stay; emptied.
 encoder cache (embeddings by picture): emptied each time.
-processor cache (pixels by picture): stays; stays; emptied. Those of a running request are kept.
+processor cache (pixels by picture): stays; stays; emptied. Those of a running request stay.
 adapters: the last version is dropped; refused; stay.
 values derived from weights (absorbed, packed, float8): computed again; computed again; freed.
 A cancelled request leaves full blocks, and all caches but its own pixels.
